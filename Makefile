@@ -1,0 +1,62 @@
+# Every target sets itself up: a fresh checkout needs GNU make and Python 3.11 or newer, nothing else.
+PYTHON ?= python3.11
+VENV ?= .venv
+PROFILE ?= auto
+ARGS ?=
+PYTEST_ARGS ?=
+
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint format reproduce-fig1 figures verify-lossless bench-cpu check clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Create .venv with the pinned packages; does nothing when they are in place
+
+# The stamp is written last, so an interrupted install is taken up again.
+$(STAMP): requirements.lock requirements-embedded.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "setup: '$(PYTHON)' is not Python 3.11 or newer; name one, e.g.: make setup PYTHON=/path/to/python3.11" >&2; \
+		exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the pinned packages into $(VENV) (some minutes) ..."
+	@$(PIP) -r requirements.lock
+	@$(PIP) --no-deps -r requirements-embedded.txt
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test: setup ## Run the CPU tests; PYTEST_ARGS="-k pages", PYTEST_ARGS="-m gpu" on a GPU machine
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: setup ## Check style, types and the import rules
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@$(VENV)/bin/lint-imports
+
+format: setup ## Format the code and apply safe fixes
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+reproduce-fig1: setup ## Measure and draw figure 1; PROFILE=auto picks what this machine can run, ARGS="..." adds overrides
+	@$(PY) -m experiments.fig1 profile=$(PROFILE) $(ARGS)
+
+figures: setup ## Rebuild tables and figures from the committed records
+	@$(PY) -m experiments.redraw $(ARGS)
+
+verify-lossless: setup ## Compare the text of every method with autoregressive decoding
+	@$(PY) -m experiments.lossless $(ARGS)
+
+bench-cpu: setup ## Benchmark the embedded model on this CPU
+	@$(PY) -m experiments.bench_cpu $(ARGS)
+
+check: setup ## Check the committed records
+	@$(PY) -m experiments.check results/records $(ARGS)
+
+clean: ## Remove .venv and caches; runs and results stay
+	@rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	@find aspire baselines experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +

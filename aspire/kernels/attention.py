@@ -1,0 +1,131 @@
+"""How does a row attend to its keys in the paged pool? Dense rows read all of them, selected rows some blocks and a tail.
+
+Contract of `mixed_attention`. q [T, Hq, D], k_cache and v_cache [M, Hkv, D] of one layer, `Rows` says which queries
+belong to which row and which keys each may read; Hq is a multiple of Hkv. Query w of row r stands at position
+rows.position[r] + w and sees keys up to its own position: all of them in a dense row; in a selected row those in
+the row's blocks and those from tail_start on. out [T, Hq, D] is written at the queries of the rows and nowhere else.
+Entries past a row's last position are never read: they may be NaN.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BlockSet:
+    """What selected rows may read: blocks [R, K] or [Hkv, R, K] ascending, count [R] or [Hkv, R], tail_start [R]."""
+
+    blocks: Tensor
+    count: Tensor
+    tail_start: Tensor
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one attention call.
+
+    start, width, position [R] int64: first query in q, number of queries, position of the first.
+    page_table [R, P] int64. selection None = dense.
+    """
+
+    start: Tensor
+    width: Tensor
+    position: Tensor
+    page_table: Tensor
+    page_size: int
+    selection: BlockSet | None = None
+
+    @cached_property
+    def queries(self) -> Tensor:
+        """Index of each query in q; short rows repeat their last one.  # [R, W]"""
+        w = torch.arange(int(self.width.max()), device=self.start.device)
+        return self.start[:, None] + torch.minimum(w, self.width[:, None] - 1)
+
+    @cached_property
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """Positions of the keys and which are real, [R, L] or [Hkv, R, L]. Padding stands at position 0."""
+        last = self.position + self.width - 1  # [R]
+        chosen = self.selection
+        start = torch.zeros_like(last) if chosen is None else chosen.tail_start
+        length = last + 1 - start
+        tail = start[:, None] + torch.arange(int(length.max()), device=last.device)
+        real = tail <= last[:, None]
+        if chosen is not None:
+            used = int(chosen.count.max())
+            blocks = chosen.blocks[..., :used]
+            inside = torch.arange(chosen.block_size, device=last.device)
+            head = (blocks[..., None] * chosen.block_size + inside).flatten(-2)
+            rank = torch.arange(used, device=last.device).repeat_interleave(chosen.block_size)
+            head_real = rank < chosen.count[..., None]
+            shape = (*head.shape[:-1], tail.shape[-1])
+            tail = torch.cat([head, tail.expand(shape)], -1)
+            real = torch.cat([head_real, real.expand(shape)], -1)
+        return torch.where(real, tail, 0), real
+
+    @cached_property
+    def entries(self) -> Tensor:
+        """Pool entries of `keys`, the same shape."""
+        positions, _ = self.keys
+        table = self.page_table.expand(*positions.shape[:-1], -1)
+        return table.gather(-1, positions // self.page_size) * self.page_size + positions % self.page_size
+
+    def bias(self, heads_per_kv: int) -> Tensor | None:
+        """Additive mask [R, 1 or Hkv, W * group, L], None where every key is real and every row one query wide."""
+        return self._bias(heads_per_kv)
+
+    @cached_property
+    def _biases(self) -> dict[int, Tensor | None]:
+        return {}
+
+    def _bias(self, group: int) -> Tensor | None:
+        if group not in self._biases:
+            self._biases[group] = self._make_bias(group)
+        return self._biases[group]
+
+    def _make_bias(self, group: int) -> Tensor | None:
+        positions, real = self.keys
+        width = self.queries.shape[1]
+        if width == 1 and bool(real.all()):
+            return None
+        at = self.position[:, None] + torch.minimum(
+            torch.arange(width, device=self.position.device), self.width[:, None] - 1
+        )  # [R, W]
+        seen = real[..., None, :] & (positions[..., None, :] <= at[..., None])  # [(Hkv,) R, W, L]
+        bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
+        bias = bias.repeat_interleave(group, -2)
+        return bias.transpose(0, 1) if bias.dim() == 4 else bias[:, None]
+
+
+def gather_keys(cache: Tensor, entries: Tensor) -> Tensor:
+    """Cache entries [R, L] or [Hkv, R, L] of a layer.  # [R, Hkv, L, D]"""
+    m, heads, dim = cache.shape
+    if entries.dim() == 2:
+        picked = cache.view(m, heads * dim).index_select(0, entries.flatten())
+        return picked.view(*entries.shape, heads, dim).transpose(1, 2)
+    head = torch.arange(heads, device=entries.device)[:, None, None]
+    picked = cache.view(m * heads, dim).index_select(0, (entries * heads + head).flatten())
+    return picked.view(*entries.shape, dim).transpose(0, 1)
+
+
+def mixed_attention_torch(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, out: Tensor) -> None:
+    """The twin: gather the keys of each row, pad to the longest, one scaled-dot-product call."""
+    kv_heads, dim = k_cache.shape[1:]
+    group = q.shape[1] // kv_heads
+    index = rows.queries  # [R, W]
+    r, w = index.shape
+    folded = q[index].view(r, w, kv_heads, group, dim).transpose(1, 2).reshape(r, kv_heads, w * group, dim)
+    keys, values = gather_keys(k_cache, rows.entries), gather_keys(v_cache, rows.entries)
+    bias = rows.bias(group)
+    mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=None if bias is None else bias.to(q.dtype))
+    unfolded = mixed.view(r, kv_heads, w, group, dim).transpose(1, 2).reshape(r, w, -1, dim)
+    out[index] = unfolded  # short rows write their last query again, with the same value
+
+
+def mixed_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, out: Tensor) -> None:
+    """Attention of `rows`; see the contract at the head of this file."""
+    mixed_attention_torch(q, k_cache, v_cache, rows, out)

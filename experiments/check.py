@@ -1,0 +1,28 @@
+"""Do the records under a folder follow from their requests? `python -m experiments.check DIR`; exit code 1 if not."""
+
+import sys
+from pathlib import Path
+
+from experiments.metrics import check
+from experiments.records import find_records, read_record
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
+        print("usage: python -m experiments.check DIR, a folder with records below it", file=sys.stderr)
+        return 2
+    folders = find_records(arguments[0])
+    bad = failed = 0
+    for folder in folders:
+        try:
+            check(folder)
+            failed += read_record(folder).status == "failed"
+        except ValueError as error:
+            bad += 1
+            print(error, file=sys.stderr)
+    print(f"{len(folders)} records, {bad} that differ, {failed} failed cells")
+    return int(bad > 0 or not folders)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,301 @@
+"""What does a finished cell leave on disk, and how is it read back? The record contract, schema version 1.
+
+A cell's folder holds `record.json` (one Record) and `requests.jsonl` (one RequestLine a request). Missing is null,
+never 0 or 1; a failed cell is a record too. Every summary in the record follows from the lines, so the lines obey:
+
+- output_ids includes the first token, which prefill emits: committed = sum(len(output_ids) - 1) over lines.
+- A round is a slot's drafts up to and including one verify. Drafts not yet verified when the window closes are in no
+  round; autoregressive decoding is rounds of [0, 0].
+- In the round that ends a request, drafts past the end have no right answer: they are counted neither as drafted nor
+  as accepted.
+- So a round commits accepted + 1 tokens, save a last round cut by a stop (or by the length limit), where it commits
+  `accepted` tokens, the last accepted one being the stop.
+- A request cut by the timed window has finish_reason null.
+"""
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterable
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+SCHEMA: Literal[1] = 1
+RECORD, REQUESTS, PASSES, CLAIM = "record.json", "requests.jsonl", "passes.jsonl", "claim"
+
+
+def _finite(value: Any) -> Any:
+    """The mean of no passes is NaN; a record spells that null."""
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+Number = Annotated[float | None, BeforeValidator(_finite)]
+
+
+class Section(BaseModel):
+    """A part of the record: unknown keys are refused, so that a misspelt counter cannot pass for a missing one."""
+
+    model_config = ConfigDict(extra="forbid", validate_by_name=True, serialize_by_alias=True)
+
+
+class Cell(Section):
+    """Which run this is. acceptance tells whether drafts were judged by a model or drawn from a profile."""
+
+    model: str
+    benchmark: str
+    method: str
+    batch: int
+    seed: int
+    evidence: Literal["real", "shapes", "modelled"] = "real"
+    acceptance: str = Field("measured", pattern=r"^(measured|emulated:.+)$")
+
+    @model_validator(mode="after")
+    def _real_is_measured(self) -> "Cell":
+        if self.evidence == "real" and self.acceptance != "measured":
+            raise ValueError(f"evidence 'real' cannot hold acceptance {self.acceptance!r}; set evidence to 'shapes'")
+        return self
+
+
+class Environment(Section):
+    """Where it ran. copy_tb_s: measured device copy bandwidth, bytes read + written, TB/s."""
+
+    device: str | None = None
+    driver: str | None = None
+    torch: str | None = None
+    triton: str | None = None
+    transformers: str | None = None
+    commit: str | None = None
+    dirty: bool | None = None
+    copy_tb_s: Number = None
+
+
+class PromptTokens(Section):
+    min: int | None = None
+    mean: Number = None
+    max: int | None = None
+
+
+class Workload(Section):
+    """What was asked. truncated: prompts that were cut to fit."""
+
+    requests: int | None = None
+    prompt_tokens: PromptTokens = Field(default_factory=PromptTokens)
+    data_hash: str | None = None
+    truncated: int | None = None
+
+
+class SamplingUsed(Section):
+    temperature: Number = None
+    top_k: int | None = None
+    top_p: Number = None
+    seed: int | None = None
+    verification: str | None = None
+
+
+class Tokens(Section):
+    """Counters over the timed window; prompt is the prompt tokens of the same requests."""
+
+    committed: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    rounds: int | None = None
+    prompt: int | None = None
+
+
+class Repeats(Section):
+    """Seconds of every repeat of the timed window; timing.decode_s is their median."""
+
+    decode_s: list[float]
+    order: Literal["interleaved"] = "interleaved"
+
+
+class Timing(Section):
+    """draft, verify and mixed pass ms: the mean pass of only draft rows, only verify rows, more than one kind."""
+
+    prefill_s: Number = None
+    decode_s: Number = None
+    passes: int | None = None
+    draft_pass_ms: Number = None
+    verify_pass_ms: Number = None
+    mixed_pass_ms: Number = None
+    host_gap: Number = None
+    repeats: Repeats | None = None
+
+
+class TpotMs(Section):
+    p50: Number = None
+    p95: Number = None
+    p99: Number = None
+
+
+class Metrics(Section):
+    """Definitions are in experiments/metrics.py; peak_gib and hbm_efficiency are measured, not derived."""
+
+    decode_tok_s: Number = None
+    e2e_tok_s: Number = None
+    acceptance_rate: Number = None
+    acceptance_by_position: list[Number] | None = None
+    tokens_per_round: Number = None
+    tpot_ms: TpotMs | None = None
+    peak_gib: Number = None
+    hbm_efficiency: Number = None
+
+
+class Record(Section):
+    """One cell. protocol and calibration are free-form: they are shown, compared whole, and never computed with."""
+
+    schema_version: Literal[1] = Field(SCHEMA, alias="schema")
+    cell_id: str
+    status: Literal["ok", "failed", "skipped"]
+    error: str | None = None
+    cell: Cell
+    environment: Environment = Field(default_factory=Environment)
+    config: dict[str, Any] = Field(default_factory=dict)
+    workload: Workload = Field(default_factory=Workload)
+    sampling: SamplingUsed = Field(default_factory=SamplingUsed)
+    protocol: dict[str, Any] | None = None
+    tokens: Tokens = Field(default_factory=Tokens)
+    timing: Timing = Field(default_factory=Timing)
+    metrics: Metrics = Field(default_factory=Metrics)
+    calibration: dict[str, Any] | None = None
+
+    @property
+    def label(self) -> str:
+        """The method's name for readers."""
+        return str(pick(self.config, "method.label") or self.cell.method)
+
+
+class RequestLine(Section):
+    """One request of the timed window; rounds holds [drafted, accepted] of each round, in order."""
+
+    id: str
+    prompt_ids_sha1: str
+    prompt_tokens: int
+    output_ids: list[int]
+    finish_reason: str | None
+    seed: int
+    rounds: list[tuple[int, int]]
+
+    @property
+    def committed(self) -> int:
+        """Tokens after the one that prefill emitted; 0 too for a request whose prefill had not ended."""
+        return max(len(self.output_ids) - 1, 0)
+
+    @property
+    def drafted(self) -> int:
+        return sum(drafted for drafted, _ in self.rounds)
+
+    @property
+    def accepted(self) -> int:
+        return sum(accepted for _, accepted in self.rounds)
+
+
+def pick(tree: Any, path: str) -> Any:
+    """tree["a"]["b"] for "a.b", or None where a key is missing."""
+    for key in path.split("."):
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def cell_id(cell: Cell) -> str:
+    """Folder name of a cell; a sweep over a setting that is not here must append that setting."""
+    return f"{cell.model}-{cell.benchmark}-{cell.method}-b{cell.batch}-s{cell.seed}"
+
+
+def failed_record(cell: Cell, config: dict[str, Any], error: BaseException | str, name: str | None = None) -> Record:
+    """The record of a cell that did not finish: counted and shown, every number null."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return Record(cell_id=name or cell_id(cell), status="failed", error=text, cell=cell, config=config)
+
+
+def write_record(folder: Path | str, record: Record, lines: Iterable[RequestLine] = ()) -> Path:
+    """Write both files whole or not at all; the record comes last, so its presence means a complete folder."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    # A record beside the lines of another run would pass for finished if we died between the two files.
+    (folder / RECORD).unlink(missing_ok=True)
+    _write(folder / REQUESTS, "".join(line.model_dump_json() + "\n" for line in lines))
+    _write(folder / RECORD, record.model_dump_json(indent=2) + "\n")
+    return folder / RECORD
+
+
+def _write(path: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp makes files private to the user; a record is for everyone
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_record(path: Path | str) -> Record:
+    """Read a record from its folder or its file. Raises ValueError naming the file and the field at fault."""
+    path = Path(path)
+    path = path / RECORD if path.is_dir() else path
+    if not path.exists():
+        raise ValueError(f"no record at {path}; pass a cell's folder, or run the cell first")
+    try:
+        return Record.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{path} does not follow record schema {SCHEMA}; run the cell again: {error}") from error
+
+
+def read_requests(folder: Path | str) -> list[RequestLine]:
+    """Read a cell's requests, in file order. Raises ValueError naming the line at fault."""
+    path = Path(folder) / REQUESTS
+    if not path.exists():
+        raise ValueError(f"no {REQUESTS} beside the record in {folder}; copy it there or run the cell again")
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            lines.append(RequestLine.model_validate_json(text))
+        except ValidationError as error:
+            raise ValueError(f"{path}:{number} is not a request line; run the cell again: {error}") from error
+    return lines
+
+
+def find_records(root: Path | str) -> list[Path]:
+    """Folders under root (itself included) that hold a record, sorted by path."""
+    return sorted(path.parent for path in Path(root).rglob(RECORD))
+
+
+def claim_dir(path: Path | str, resume: bool = False, overwrite: bool = False) -> Path:
+    """Take an output folder for this process, or refuse; of several that ask at once exactly one gets it.
+
+    resume keeps what is there; overwrite deletes the records below it, so that old cells cannot mix with new ones.
+    What Hydra itself puts into a fresh output folder (.hydra, *.log) does not count as results.
+    Raises ValueError when the folder has results or an owner, or when both flags are set.
+    """
+    path = Path(path)
+    if resume and overwrite:
+        raise ValueError("resume and overwrite exclude each other; set one of them")
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file; choose another output folder")
+    path.mkdir(parents=True, exist_ok=True)
+    taken = any(entry.name != ".hydra" and entry.suffix != ".log" for entry in path.iterdir())
+    try:
+        # The marker decides, not the emptiness seen above: creation with O_EXCL is atomic, a listing is not.
+        handle = None if taken else os.open(path / CLAIM, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    except FileExistsError:
+        taken, handle = True, None
+    if taken and not (resume or overwrite):
+        raise ValueError(
+            f"{path} already has results or another run; set resume=true to continue it, "
+            "overwrite=true to replace its records, or choose another folder"
+        )
+    if handle is not None:
+        with os.fdopen(handle, "w") as file:
+            file.write(f"{socket.gethostname()} {os.getpid()}\n")
+    if overwrite:
+        for folder in find_records(path):
+            for name in (RECORD, REQUESTS, PASSES):
+                (folder / name).unlink(missing_ok=True)
+    return path
