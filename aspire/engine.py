@@ -88,6 +88,8 @@ class Engine:
         self.preemptions = 0
         self._admitted = 0
         self._candidates = 0
+        self.state: SlotState
+        self.stepper: Stepper
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -183,6 +185,12 @@ class Engine:
         self._empty(slot)
         self.waiting.appendleft((seat.request, None))
         self.preemptions += 1
+
+    def close(self) -> None:
+        """Drop what still runs or waits and give its pages back; requests keep what they have committed."""
+        self.waiting.clear()
+        for slot in self._by_age():
+            self._empty(slot)
 
     def _expect_pages_later(self, request: Request) -> None:
         if any(self.seats):

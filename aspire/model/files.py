@@ -49,7 +49,9 @@ def find_tensors(folder: Path, expected: dict[str, Shape]) -> dict[str, tuple[Pa
     if not (folder / INDEX).is_file():
         single = [folder / "model.safetensors"]
         return _merge(folder, single if single[0] in present else present)
-    named = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+    named = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+    if not named:
+        raise ValueError(f"{folder / INDEX} has no weight_map; download it again")
     absent = [name for name in named if not (folder / name).is_file()]
     if not absent:
         return _merge(folder, [folder / name for name in named])

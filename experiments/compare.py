@@ -1,0 +1,312 @@
+"""How is a comparison measured? Prompts prefilled once, warm-up, then timed windows of all methods in turn (A B C A B C).
+
+A window opens when every slot holds a request and closes after a fixed number of committed tokens; admissions inside it
+(a refilled slot's prompt) are prefill and not counted. Nothing is printed or logged while a window is open.
+"""
+
+import hashlib
+import itertools
+import json
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from aspire import calibrate
+from aspire.engine import Engine, PassRecord
+from aspire.policies import Method
+from aspire.request import Request
+from experiments.benchmarks import data_hash
+from experiments.environment import copy_tb_s, environment, synchronise
+from experiments.metrics import summarise, tpot_ms
+from experiments.records import (
+    PASSES, Cell, PromptTokens, Record, Repeats, RequestLine, SamplingUsed, Timing, Workload, cell_id, failed_record,
+    write_record,
+)  # fmt: skip
+from experiments.session import Config, Session, make_method, open_session, resolve
+
+Report = Callable[[str], None]
+
+
+@dataclass
+class Window:
+    """One timed window of one method."""
+
+    requests: list[Request]
+    passes: list[PassRecord]
+    seconds: float
+    prefill_s: float
+    decode_s: dict[str, float] = field(default_factory=dict)  # of each request, while it held a slot
+    peak_gib: float | None = None
+
+
+@dataclass
+class Entry:
+    """A method on its way through a comparison."""
+
+    config: Config
+    cell: Cell
+    method: Method | None = None
+    calibration: calibrate.Calibration | None = None
+    windows: list[Window] = field(default_factory=list)
+    session: Session | None = None
+    error: str | None = None
+
+
+def cell_of(config: Config) -> Cell:
+    acceptance = config["acceptance"]["profile"]
+    shapes = config["model"]["weights"] == "random"
+    mark = acceptance if acceptance == "measured" else f"emulated:{acceptance}"  # its parameters follow when it has run
+    return Cell(
+        model=config["model"]["name"], benchmark=config["benchmark"]["name"], method=config["method"]["name"],
+        batch=config["batch"], seed=config["seed"], evidence="shapes" if shapes else "real", acceptance=mark,
+    )  # fmt: skip
+
+
+def run_comparison(configs: list[Config], out: Path, report: Report = print) -> list[Record]:
+    """Measure every config (they differ in `method` alone) and write a record each; a failure fails its own cell.
+
+    A fault before the first method runs (model, benchmark, memory) fails all of them.
+    """
+    entries = [Entry(config, cell_of(config)) for config in configs]
+    try:
+        configs = [resolve(config) for config in configs]
+        for entry, config in zip(entries, configs, strict=True):
+            entry.config = config
+            attempt(entry, lambda entry=entry: setattr(entry, "method", make_method(entry.config)))
+        measured = [entry for entry in entries if entry.error is None]
+        if measured:
+            measure(measured, configs[0], report)
+    except Exception as error:
+        for entry in entries:
+            entry.error = entry.error or describe(error)
+    return [conclude(entry, out) for entry in entries]
+
+
+def measure(entries: list[Entry], config: Config, report: Report) -> None:
+    """Prefill, calibrate, warm up, then the timed windows, interleaved."""
+    methods = [entry.method for entry in entries if entry.method is not None]
+    session = open_session(config, max(16, *(m.speculation.longest for m in methods)))
+    report(f"{len(session.items)} prompts prefilled in {session.prefill_s:.1f} s")
+    for entry in entries:
+        attempt(entry, lambda entry=entry: prepare(entry, session, report))
+    for repeat in range(config["protocol"]["repeats"]):
+        for entry in entries:
+            attempt(entry, lambda entry=entry: entry.windows.append(run_window(session, entry)))
+            if entry.error is None:
+                window = entry.windows[-1]
+                tokens = sum(p.committed for p in window.passes)
+                report(f"repeat {repeat + 1} {entry.cell.method}: {tokens / window.seconds:.1f} tok/s")
+    finish(entries, session)
+
+
+def attempt(entry: Entry, work: Callable[[], None]) -> None:
+    """Run a part of an entry unless it has failed already."""
+    if entry.error is not None:
+        return
+    try:
+        work()
+    except Exception as error:
+        entry.error = describe(error)
+
+
+def describe(error: Exception) -> str:
+    """A user's error is its message; anything else keeps its place in the code."""
+    if isinstance(error, ValueError):
+        return f"{type(error).__name__}: {error}"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+
+
+def make_engine(session: Session, method: Method) -> Engine:
+    return Engine(session.model, session.settings, method, session.verification, session.pool)
+
+
+def prepare(entry: Entry, session: Session, report: Report) -> None:
+    """Calibrate if the method asks for a cost model, then warm up the passes that will be timed."""
+    assert entry.method is not None
+    if entry.method.needs_cost_model:
+        entry.calibration = calibration_for(entry, session, report)
+        entry.method = entry.method.with_cost_model(entry.calibration.cost)
+    warm_up(session, entry.method, session.config["protocol"]["warmup_passes"])
+
+
+def warm_up(session: Session, method: Method, passes: int) -> list[PassRecord]:
+    """Run some passes with full slots and forget the requests."""
+    engine, supply = make_engine(session, method), itertools.count()
+    for _ in range(passes):
+        fill(engine, session, supply, [])
+        engine.step()
+    engine.close()
+    return engine.passes
+
+
+def calibration_key(entry: Entry, session: Session) -> calibrate.Key:
+    """What a cost model depends on."""
+    assert entry.method is not None
+    engine = {k: v for k, v in entry.config["engine"].items() if k in ("page_size", "threads")}
+    selection = entry.method.selection
+    return {
+        "device": environment(session.settings.device).device, "model": entry.config["model"]["name"],
+        "dtype": entry.config["model"]["dtype"], "batch": entry.config["batch"], "engine": engine,
+        "selection": f"{type(selection).__name__}/{selection.scope}/{selection.block}",
+        "refresh": asdict(entry.method.refresh) | {"on": list(entry.method.refresh.on), "dense": list(entry.method.refresh.dense)},
+        "prompt_tokens": max(p.length for p in session.prompts),
+    }  # fmt: skip
+
+
+def calibration_for(entry: Entry, session: Session, report: Report) -> calibrate.Calibration:
+    """The cost model on file for this set-up, or a new one from a profiling run."""
+    assert entry.method is not None
+    key = calibration_key(entry, session)
+    name = hashlib.sha1(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    path = Path(entry.config["calibration"]["dir"]) / f"{entry.cell.model}-{entry.cell.method}-{name}.json"
+    if path.exists():
+        return calibrate.load(path, key)
+    profile = calibrate.profiling_method(entry.method)
+    passes = warm_up(session, profile, 4 + entry.config["calibration"]["passes"])[4:]
+    layers = session.model.spec.layers
+    found = calibrate.fit(passes, layers, len(profile.refresh.dense_layers(layers)), key)
+    calibrate.save(found, path)
+    cost = found.cost
+    report(
+        f"calibrated {entry.cell.method} on {found.passes} passes: {cost.model:.2f} ms + {cost.mlp:.3f} ms/token + "
+        f"{1e3 * cost.attn:.3f} us/KV token, MAPE {100 * found.mape:.1f} %"
+    )
+    return found
+
+
+def run_window(session: Session, entry: Entry) -> Window:
+    """One timed window, from full slots to `window_tokens` committed tokens (or, draining, to the last request)."""
+    assert entry.method is not None
+    protocol, device = session.config["protocol"], session.settings.device
+    drain = protocol["replay"] == "drain"
+    engine = make_engine(session, entry.method)
+    supply = iter(range(len(session.items))) if drain else itertools.count()
+    requests: list[Request] = []
+    window = Window(requests, engine.passes, 0.0, 0.0)
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+    fill(engine, session, supply, requests)
+    window.prefill_s = engine.prefill_seconds
+    synchronise(device)
+    start, committed = engine.clock(), 0
+    while engine.busy and (drain or committed < protocol["window_tokens"]):
+        fill(engine, session, supply, requests)
+        seated = [seat.request.id for seat in engine.seats if seat]
+        engine.step()
+        committed += engine.passes[-1].committed
+        for name in seated:
+            window.decode_s[name] = window.decode_s.get(name, 0.0) + engine.passes[-1].seconds
+    synchronise(device)
+    window.seconds = engine.clock() - start - (engine.prefill_seconds - window.prefill_s)
+    window.prefill_s = engine.prefill_seconds
+    if device.startswith("cuda"):
+        window.peak_gib = torch.cuda.max_memory_allocated() / 2**30
+    engine.close()
+    return window
+
+
+def fill(engine: Engine, session: Session, supply: Iterator[int], requests: list[Request]) -> None:
+    """Put the next requests into empty slots, until all are taken; every request is remembered."""
+    while sum(map(bool, engine.seats)) < session.settings.slots:
+        wanted = session.settings.slots - sum(map(bool, engine.seats))
+        batch = [session.request(number) for number in itertools.islice(supply, wanted)]
+        if not batch:
+            break
+        for request, prompt in batch:  # together: a fresh batch is sized by what waits
+            requests.append(request)
+            engine.submit(request, prompt)
+        engine.fill_slots()
+
+
+def finish(entries: list[Entry], session: Session) -> None:
+    """Tie each entry to the session, check that repeats agree, and give the prompts back."""
+    engine = {"max_len": session.settings.max_len, "pages": session.pool.pages, "dtype": session.config["model"]["dtype"]}
+    for entry in entries:
+        entry.session = session
+        entry.config = {**entry.config, "engine": {**entry.config["engine"], **engine}}
+        outputs = [[r.output_ids for r in w.requests] for w in entry.windows]
+        if entry.error is None and any(output != outputs[0] for output in outputs):
+            entry.error = "repeats of the same requests gave different tokens"
+    for prompt in session.prompts:
+        session.pool.release(prompt.pages)
+
+
+def conclude(entry: Entry, out: Path) -> Record:
+    """Write the record of an entry, with its requests and the passes of its first window."""
+    name = cell_id(entry.cell)
+    if entry.error is not None:
+        record = failed_record(entry.cell, entry.config, entry.error, name)
+        write_record(out / name, record)
+        return record
+    window = entry.windows[0]
+    lines = [request_line(r) for r in window.requests]
+    record = measured_record(entry, name, lines)
+    (out / name).mkdir(parents=True, exist_ok=True)
+    passes = ({"kinds": p.kinds, "ms": round(1e3 * p.seconds, 3), "tokens": p.tokens} for p in window.passes)
+    (out / name / PASSES).write_text("".join(json.dumps(p) + "\n" for p in passes))
+    write_record(out / name, record, lines)
+    return record
+
+
+def request_line(request: Request) -> RequestLine:
+    prompt = hashlib.sha1(json.dumps(request.prompt_ids).encode()).hexdigest()
+    return RequestLine(
+        id=request.id, prompt_ids_sha1=prompt, prompt_tokens=len(request.prompt_ids), output_ids=request.output_ids,
+        finish_reason=request.finish_reason, seed=request.sampling.seed, rounds=request.rounds,
+    )  # fmt: skip
+
+
+def measured_record(entry: Entry, name: str, lines: list[RequestLine]) -> Record:
+    """The record of a cell that ran; every number comes from its lines and its windows."""
+    session = entry.session
+    assert session is not None
+    config, device = entry.config, session.settings.device
+    timing = timing_of(entry.windows, session.prefill_s)
+    times = [entry.windows[0].decode_s.get(line.id, 0.0) for line in lines]
+    peaks = [w.peak_gib for w in entry.windows if w.peak_gib is not None]
+    efficiency = hbm_efficiency(entry, session) if device.startswith("cuda") else None
+    tokens, metrics = summarise(lines, timing, tpot_ms(lines, times), max(peaks, default=None), efficiency)
+    calibration = None if entry.calibration is None else asdict(entry.calibration)
+    return Record(
+        cell_id=name, status="ok", cell=entry.cell.model_copy(update={"acceptance": session.verification.acceptance_mark}),
+        environment=environment(device), config=config, workload=workload_of(session),
+        sampling=SamplingUsed(**config["sampling"], seed=config["seed"], verification=config["verification"]["mode"]),
+        protocol=config["protocol"], tokens=tokens, timing=timing, metrics=metrics, calibration=calibration,
+    )  # fmt: skip
+
+
+def timing_of(windows: list[Window], prefill_s: float) -> Timing:
+    """prefill_s: the shared prefill of all prompts; pass times are means over all windows."""
+
+    def mean_ms(kind: str) -> float | None:
+        each = [1e3 * p.seconds for w in windows for p in w.passes if p.kind == kind]
+        return sum(each) / len(each) if each else None
+
+    seconds = [w.seconds for w in windows]
+    return Timing(
+        prefill_s=prefill_s, decode_s=median(seconds), passes=len(windows[0].passes), draft_pass_ms=mean_ms("draft"),
+        verify_pass_ms=mean_ms("verify"), mixed_pass_ms=mean_ms("mixed"), repeats=Repeats(decode_s=seconds),
+    )  # fmt: skip
+
+
+def workload_of(session: Session) -> Workload:
+    lengths = [len(item.prompt_ids) for item in session.items]
+    return Workload(
+        requests=len(lengths), data_hash=data_hash(session.items), truncated=sum(item.truncated for item in session.items),
+        prompt_tokens=PromptTokens(min=min(lengths), mean=sum(lengths) / len(lengths), max=max(lengths)),
+    )  # fmt: skip
+
+
+def hbm_efficiency(entry: Entry, session: Session) -> float:
+    """Fewest bytes the passes had to move / measured copy bandwidth / their time: weights, KV read and written."""
+    spec, dtype = session.model.spec, session.settings.dtype
+    passes = [p for w in entry.windows for p in w.passes]
+    kv = spec.kv_bytes_per_token(dtype)
+    embedding = 0 if spec.tied else spec.vocab_size * spec.hidden_size * dtype.itemsize  # looked up, not read whole
+    moved = len(passes) * (spec.weight_bytes(dtype) - embedding) + kv * sum(p.kv_tokens + p.tokens for p in passes)
+    return moved / (copy_tb_s(session.settings.device) * 1e12) / sum(p.seconds for p in passes)
