@@ -112,9 +112,9 @@ class Engine:
             raise ValueError(f"request {request.id} is finished; make a new one to run it again")
         self.check(request)
         wanted = self._candidates_for(request)
-        if self.busy and wanted > self._candidates:
+        if any(self.seats) and wanted > self._candidates:
             raise ValueError(f"request {request.id} needs {wanted} candidate tokens, the running batch {self._candidates}")
-        if not self.busy:
+        if not any(self.seats):
             self._candidates = max(wanted, *(self._candidates_for(r) for r, _ in self.waiting), 1)
         self.waiting.append((request, prompt))
 

@@ -22,7 +22,7 @@ class Filtered:
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Probabilities of ids [R, M], 0 for those not kept.  # [R, M]"""
-        at = torch.searchsorted(self.ids, ids).clamp(max=self.ids.shape[1] - 1)
+        at = torch.searchsorted(self.ids.contiguous(), ids.contiguous()).clamp(max=self.ids.shape[1] - 1)
         return torch.where(self.ids.gather(1, at) == ids, self.probs.gather(1, at), 0.0)
 
     def rows(self, index: Tensor) -> "Filtered":

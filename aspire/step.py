@@ -162,9 +162,10 @@ class Stepper:
         block, end = state.block_tokens, state.length[slots] - 1
         tail = state.tail_start[slots]
         tail = torch.where(tail > end, end // block * block, tail)
-        kept = state.blocks[:, slots] < (tail // block)[:, None]  # [S, R, K]
+        chosen = torch.arange(state.blocks.shape[2], device=slots.device) < state.block_count[:, slots, None]
+        kept = chosen & (state.blocks[:, slots] < (tail // block)[:, None])  # [S, R, K]
         state.tail_start[slots] = tail
-        state.block_count[:, slots] = torch.minimum(state.block_count[:, slots], kept.sum(2))
+        state.block_count[:, slots] = kept.sum(2)
 
     def _refresh(self, plan: Plan, state: SlotState, probe: ScoreProbe | None, seen: Tensor) -> None:
         """Recompute the selection of the rows whose turn it is, for the length after this step."""

@@ -162,8 +162,8 @@ def reject(target: Filtered, drafts: Drafts) -> Verdict:
     stands = counted(drafts)
     for j in range(columns):
         x = drafts.tokens[:, j : j + 1]
-        p_x = Filtered(p.ids[:, j].contiguous(), p.probs[:, j]).lookup(x)[:, 0]
-        q_x = Filtered(drafts.q.ids[:, j].contiguous(), drafts.q.probs[:, j]).lookup(x)[:, 0]
+        p_x = Filtered(p.ids[:, j], p.probs[:, j]).lookup(x)[:, 0]
+        q_x = Filtered(drafts.q.ids[:, j], drafts.q.probs[:, j]).lookup(x)[:, 0]
         u = uniform(drafts.seed, drafts.position + j, ACCEPT, torch.zeros_like(x))[:, 0]
         stands[:, j] &= u * q_x < p_x
     accepted = leading(stands)
@@ -172,7 +172,7 @@ def reject(target: Filtered, drafts: Drafts) -> Verdict:
     residual = last.probs
     if columns:
         at = accepted.clamp(max=columns - 1)
-        q = Filtered(drafts.q.ids[row, at].contiguous(), drafts.q.probs[row, at]).lookup(last.ids)
+        q = Filtered(drafts.q.ids[row, at], drafts.q.probs[row, at]).lookup(last.ids)
         refused = (accepted < drafts.count)[:, None]
         rest = (last.probs - q).clamp(min=0)
         # p == q up to rounding leaves nothing over; then p itself is the right distribution.

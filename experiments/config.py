@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 CONF = Path(__file__).parents[1] / "conf"
-_UNIQUE = secrets.token_hex(3)  # two runs that start in the same second get two folders
+UNIQUE = secrets.token_hex(3)  # two runs that start in the same second get two folders
 
 
 @dataclass
@@ -140,7 +140,7 @@ class RunConf:
 def register() -> None:
     """Make the schema and the `unique` resolver known to Hydra; calling it again changes nothing."""
     ConfigStore.instance().store("run_schema", RunConf)
-    OmegaConf.register_new_resolver("unique", lambda: _UNIQUE, replace=True)
+    OmegaConf.register_new_resolver("unique", lambda: UNIQUE, replace=True)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

@@ -68,7 +68,7 @@ METHODS = (
 )
 SPECULATIVE = METHODS[1:]
 IDENTITY = Method("identity", Everything(), Fixed(4))  # drafts as well as the target
-MODELS: dict[str, dict[str, Any]] = {"llama": {"vocab": 97}, "qwen3": {"layers": 3, "vocab": 509, "seed": 3}}
+MODELS: dict[str, dict[str, Any]] = {"llama": {"vocab": 97, "seed": 2}, "qwen3": {"layers": 3, "vocab": 509, "seed": 5}}
 WARM = Sampling(temperature=0.7, top_k=20, top_p=0.9)
 EVERY_METHOD: dict[str, Any] = {"argnames": "method", "argvalues": METHODS, "ids": attrgetter("name")}
 EVERY_SPECULATIVE: dict[str, Any] = {**EVERY_METHOD, "argvalues": SPECULATIVE}

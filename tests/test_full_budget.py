@@ -1,6 +1,6 @@
 """Gate 2: with a budget that covers the context, is every draft accepted, at every position and draft length?
 
-Gate 1 cannot see a fault of the draft side: verify corrects it. Here the draft is the target, so that one rejection is a
+Gate 1 cannot see a fault of the draft side: verify corrects it. Here the draft is the target: one rejection is a
 fault.
 """
 

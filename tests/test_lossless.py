@@ -23,7 +23,7 @@ from tiny import to_hf
 from aspire.policies import Method
 from aspire.settings import Sampling
 
-NEW = 20
+NEW = 16
 PROMPTS = prompts(8, seed=5)
 SAMPLINGS = {
     "top_p": Sampling(temperature=1.3, top_p=0.8),  # every token a candidate
@@ -57,8 +57,7 @@ def test_the_oracle_is_worth_comparing_with(kind: str) -> None:
     assert min(len(set(a)) for a in answers) >= 4
 
 
-@pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "batch"), [("llama", 1), ("qwen3", 3), ("llama", 8), ("qwen3", 8)])
 @pytest.mark.parametrize(**EVERY_METHOD)
 def test_greedy_equals_hugging_face(method: Method, kind: str, batch: int) -> None:
     """Gate 1: ragged prompts, shuffled pages, poisoned pool, batch 1, 3 and 8; autoregressive is one of the methods."""
@@ -89,23 +88,23 @@ def test_coupled_sampling_follows_its_seed() -> None:
     assert ids(run("qwen3", METHODS[0], requests(PROMPTS[::-1], WARM, NEW)))[::-1] != warm
 
 
-@pytest.mark.parametrize("salt", range(3))
+@pytest.mark.parametrize("salt", range(2))
 @pytest.mark.parametrize(**EVERY_SPECULATIVE)
 def test_random_verify_schedules(method: Method, salt: int) -> None:
     """Gate 1 for any verify schedule: rounds of random lengths, slots out of phase, late joiners."""
     kind, sampling = ("llama", Sampling()) if salt % 2 else ("qwen3", WARM)
-    schedule = AtRandom(longest=1 + 6 * salt, chance=0.15 * (3 - salt), salt=salt)
-    done = run(kind, replace(method, speculation=schedule), requests(PROMPTS, sampling, NEW), slots=4 + salt)
-    assert ids(done) == plain(kind, sampling)
+    schedule = AtRandom(longest=5 + 6 * salt, chance=0.3 - 0.2 * salt, salt=salt)
+    done = run(kind, replace(method, speculation=schedule), requests(PROMPTS[:6], sampling, NEW), slots=4 + salt)
+    assert ids(done) == plain(kind, sampling)[:6]
 
 
 @pytest.mark.parametrize("page_size", [1, 7])
 @pytest.mark.parametrize(**EVERY_SPECULATIVE)
 def test_page_size_row_order_and_chunk_do_not_matter(method: Method, page_size: int) -> None:
     """Gate 1: blocks and pages are independent, rows may come in any order, prompts in chunks of any size."""
-    batch = requests(PROMPTS, new=NEW)
-    run("llama", method, batch[::-1], slots=5, page_size=page_size, prefill_chunk=page_size + 2)
-    assert ids(batch) == hugging_face("llama")
+    batch = requests(PROMPTS[3:], new=NEW)
+    run("llama", method, batch[::-1], slots=4, page_size=page_size, prefill_chunk=page_size + 2)
+    assert ids(batch) == hugging_face("llama")[3:]
 
 
 @pytest.mark.parametrize(**EVERY_SPECULATIVE)
@@ -113,6 +112,6 @@ def test_late_joiners_of_different_length(method: Method) -> None:
     """Gate 1: more requests than slots, each with its own cap, so that slots are refilled at odd times."""
     batch = requests(PROMPTS, WARM, NEW)
     for i, request in enumerate(batch):
-        request.max_new_tokens = 1 + 3 * i
+        request.max_new_tokens = 1 + 2 * i
     run("qwen3", method, batch, slots=3)
-    assert ids(batch) == [answer[: 1 + 3 * i] for i, answer in enumerate(plain("qwen3", WARM))]
+    assert ids(batch) == [answer[: 1 + 2 * i] for i, answer in enumerate(plain("qwen3", WARM))]

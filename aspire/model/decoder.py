@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aspire.kernels.linear import linear, pack
 from aspire.model.rope import cos_sin, inv_freq, rotate
 from aspire.model.spec import ModelSpec
 
@@ -45,18 +46,24 @@ class Layer(nn.Module):
         self.mlp_norm = weight(spec.hidden_size)
         self.gate_up = weight(2 * spec.intermediate_size, spec.hidden_size)
         self.down = weight(spec.hidden_size, spec.intermediate_size)
+        self.packed: dict[str, Tensor | None] = {}
 
     def forward(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [T, E] -> [T, E]."""
         q, k, v = self._heads(x, cos, sin)
-        x = x + F.linear(attend(index, q, k, v).flatten(1), self.out)
-        gate, up = F.linear(self._norm(x, self.mlp_norm), self.gate_up).chunk(2, -1)
-        return x + F.linear(F.silu(gate) * up, self.down)
+        packed = self.packed.get
+        x = x + linear(attend(index, q, k, v).flatten(1), self.out, None, packed("out"))
+        gate, up = linear(self._norm(x, self.mlp_norm), self.gate_up, None, packed("gate_up")).chunk(2, -1)
+        return x + linear(F.silu(gate) * up, self.down, None, packed("down"))
+
+    def pack(self) -> None:
+        """Lay the matrices out for this machine; the plain ones stay."""
+        self.packed = {name: pack(getattr(self, name)) for name in ("qkv", "out", "gate_up", "down")}
 
     def _heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q [T, Hq, D] and k [T, Hkv, D], and v [T, Hkv, D]."""
         hq, hkv = self.spec.heads, self.spec.kv_heads
-        qkv = F.linear(self._norm(x, self.attn_norm), self.qkv, self.qkv_bias)
+        qkv = linear(self._norm(x, self.attn_norm), self.qkv, self.qkv_bias, self.packed.get("qkv"))
         qkv = qkv.view(x.shape[0], hq + 2 * hkv, self.spec.head_dim)
         qk, v = qkv.split((hq + hkv, hkv), 1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -80,6 +87,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(spec, dtype, device) for _ in range(spec.layers))
         self.norm = nn.Parameter(torch.empty(spec.hidden_size, dtype=dtype, device=device), requires_grad=False)
         self.head = None if spec.tied else nn.Parameter(torch.empty_like(self.embed), requires_grad=False)
+        self.packed_head: Tensor | None = None
         self.inv_freq, self.attention_scale = inv_freq(spec)
         self.inv_freq = self.inv_freq.to(device)
 
@@ -95,10 +103,20 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [N, V] of hidden states [N, E]; V is the rows of the checkpoint, padding included."""
-        return F.linear(hidden, self.embed if self.head is None else self.head).float()
+        return linear(hidden, self.embed if self.head is None else self.head, None, self.packed_head).float()
+
+    def pack(self) -> "Decoder":
+        """Lay the weights out for this machine, where that helps; call it again after a weight has changed."""
+        for layer in self.layers:
+            layer.pack()
+        self.packed_head = pack(self.embed if self.head is None else self.head)
+        return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Decoder":
-        """Move or cast the weights; the frequencies follow to the device but stay fp32."""
+        """Move or cast the weights; the frequencies follow to the device but stay fp32, packed copies are dropped."""
         super()._apply(fn, recurse)
+        self.packed_head = None
+        for layer in self.layers:
+            layer.packed = {}
         self.inv_freq = self.inv_freq.to(self.embed.device)
         return self

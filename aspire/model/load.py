@@ -6,7 +6,7 @@ copies into the views, exporting reads them. Names, shapes and file sizes are ch
 
 import importlib.util
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -20,10 +20,22 @@ from aspire.model.spec import ModelSpec
 EMBEDDED = ("smollm2-135m", "embedded")
 
 
-def load(source: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
-    """Load the embedded model (by alias), a .gguf file or a folder. Raises ValueError as the loaders do."""
+def load(
+    source: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    rope_scaling: dict[str, Any] | None = None,
+) -> Decoder:
+    """Load the embedded model (by alias), a .gguf file or a folder, packed for this machine.
+
+    rope_scaling replaces what a folder's config says. Raises ValueError as the loaders do.
+    """
     path = resolve(source)
-    return load_gguf(path, dtype, device) if path.suffix == ".gguf" else load_folder(path, dtype, device)
+    if path.suffix != ".gguf":
+        return load_folder(path, dtype, device, rope_scaling).pack()
+    if rope_scaling is not None:
+        raise ValueError(f"{path}: rope_scaling is part of a GGUF file's metadata; leave it null")
+    return load_gguf(path, dtype, device).pack()
 
 
 def resolve(source: str | Path) -> Path:
@@ -90,15 +102,24 @@ def random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device | s
     return model
 
 
-def load_folder(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
-    """Load config.json and safetensors, single or sharded.
+def load_folder(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    rope_scaling: dict[str, Any] | None = None,
+) -> Decoder:
+    """Load config.json and safetensors, single or sharded; rope_scaling replaces the config's own.
 
     ValueError naming the file or tensor: absent or truncated file, missing, unexpected or misshapen tensor,
     unsupported model. A stale index gives way, with a warning, to files that hold a complete set.
     """
     folder = Path(path)
+    config = {"_name_or_path": folder.name, **read_json(folder / "config.json")}
+    if rope_scaling is not None:
+        kept = {k: v for k, v in (config.get("rope_parameters") or {}).items() if k == "rope_theta"}
+        config = {**config, "rope_scaling": rope_scaling, "rope_parameters": kept}
     spec = ModelSpec.from_hf(
-        {"_name_or_path": folder.name, **read_json(folder / "config.json")},
+        config,
         read_json(folder / "generation_config.json", optional=True),
         tokenizer_eos(folder),
     )
