@@ -189,7 +189,8 @@ class Stepper:
 
 
 def write_selection(state: SlotState, slots: Tensor, chosen: Selected) -> None:
-    """Give slots [R] a new selection."""
-    state.blocks[:, slots, : chosen.blocks.shape[2]] = chosen.blocks
+    """Give slots [R] a new selection; what it lists past the state's capacity is past its count as well."""
+    width = min(chosen.blocks.shape[2], state.blocks.shape[2])
+    state.blocks[:, slots, :width] = chosen.blocks[..., :width]
     state.block_count[:, slots] = chosen.count
     state.tail_start[slots] = chosen.tail_start

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from tqdm import tqdm
 
 from aspire import calibrate
 from aspire.engine import Engine, PassRecord
@@ -59,14 +60,15 @@ class Entry:
 def cell_of(config: Config) -> Cell:
     acceptance = config["acceptance"]["profile"]
     shapes = config["model"]["weights"] == "random"
-    mark = acceptance if acceptance == "measured" else f"emulated:{acceptance}"  # its parameters follow when it has run
+    # The profile's parameters follow when it has run; real weights refuse emulation before they run.
+    mark = f"emulated:{acceptance}" if shapes and acceptance != "measured" else "measured"
     return Cell(
         model=config["model"]["name"], benchmark=config["benchmark"]["name"], method=config["method"]["name"],
         batch=config["batch"], seed=config["seed"], evidence="shapes" if shapes else "real", acceptance=mark,
     )  # fmt: skip
 
 
-def run_comparison(configs: list[Config], out: Path, report: Report = print) -> list[Record]:
+def run_comparison(configs: list[Config], out: Path, report: Report = tqdm.write) -> list[Record]:
     """Measure every config (they differ in `method` alone) and write a record each; a failure fails its own cell.
 
     A fault before the first method runs (model, benchmark, memory) fails all of them.
@@ -91,15 +93,17 @@ def measure(entries: list[Entry], config: Config, report: Report) -> None:
     methods = [entry.method for entry in entries if entry.method is not None]
     session = open_session(config, max(16, *(m.speculation.longest for m in methods)))
     report(f"{len(session.items)} prompts prefilled in {session.prefill_s:.1f} s")
-    for entry in entries:
-        attempt(entry, lambda entry=entry: prepare(entry, session, report))
-    for repeat in range(config["protocol"]["repeats"]):
+    repeats = config["protocol"]["repeats"]
+    with tqdm(total=len(entries) * (1 + repeats), desc="cells", unit="window") as bar:
         for entry in entries:
-            attempt(entry, lambda entry=entry: entry.windows.append(run_window(session, entry)))
-            if entry.error is None:
-                window = entry.windows[-1]
-                tokens = sum(p.committed for p in window.passes)
-                report(f"repeat {repeat + 1} {entry.cell.method}: {tokens / window.seconds:.1f} tok/s")
+            bar.set_postfix_str(f"warm-up {entry.cell.method}")
+            attempt(entry, lambda entry=entry: prepare(entry, session, report))
+            bar.update()
+        for repeat in range(repeats):
+            for entry in entries:
+                bar.set_postfix_str(f"repeat {repeat + 1} {entry.cell.method}")
+                attempt(entry, lambda entry=entry: entry.windows.append(run_window(session, entry)))
+                bar.update()
     finish(entries, session)
 
 
@@ -194,8 +198,10 @@ def run_window(session: Session, entry: Entry) -> Window:
     window.prefill_s = engine.prefill_seconds
     synchronise(device)
     start, committed = engine.clock(), 0
-    while engine.busy and (drain or committed < protocol["window_tokens"]):
+    while drain or committed < protocol["window_tokens"]:
         fill(engine, session, supply, requests)
+        if not engine.busy:
+            break
         seated = [seat.request.id for seat in engine.seats if seat]
         engine.step()
         committed += engine.passes[-1].committed

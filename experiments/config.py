@@ -184,8 +184,8 @@ def check_overrides(arguments: list[str]) -> None:
     first = [_first_choice(override) for override in parsed]
     selecting = [text for text, override in zip(first, parsed, strict=True) if override.key_or_group in groups()]
     for override in parsed:
-        value = override.value()
-        for option in value if isinstance(value, list) else [value]:
+        swept = override.is_sweep_override()
+        for option in override.sweep_string_iterator() if swept else [override.value()]:
             _check_option(override.key_or_group, option)
     try:
         known = [*groups(), *_keys(plain_keys(compose("config", selecting)))]

@@ -1,5 +1,7 @@
 """What would Hugging Face say? Its own loading and decoding of the embedded model, as a second opinion."""
 
+import contextlib
+import io
 import logging
 
 import torch
@@ -12,9 +14,11 @@ from aspire.model import embedded_model_path
 def huggingface_model() -> PreTrainedModel:
     """SmolLM2 in fp32 through transformers' own reading of the GGUF file (takes some 15 s)."""
     transformers.utils.logging.set_verbosity(logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()
     path = embedded_model_path()
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress bars cannot be switched off
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32
+        )
     return model.eval()
 
 

@@ -155,6 +155,11 @@ def make_pool(model: Decoder, settings: EngineSettings, items: list[Item], answe
     prompts = sum(-(-len(item.prompt_ids) // size) for item in items)
     own = 2 + (answer + longest_draft) // size  # a slot shares full prompt pages and copies the last one
     pages = settings.pages or prompts + settings.slots * own
+    if pages < prompts + own:
+        raise ValueError(
+            f"the prompts and one slot need {prompts + own} pages of {size} tokens, engine.pages is {pages}; raise it, or "
+            f"lower benchmark.source.requests or the prompt length"
+        )
     needed = 2 * spec.layers * pages * size * spec.kv_heads * spec.head_dim * settings.dtype.itemsize
     available = free_bytes(settings.device)
     if needed > available:

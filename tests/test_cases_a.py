@@ -1,8 +1,8 @@
-"""Cases of group A (exactness), with D05 and D07: does each known fault of this kind of engine stay away?"""
+"""Cases of group A (exactness): does each known fault of this kind of engine stay away?"""
 
 import copy
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,7 +13,6 @@ from methods import (
     EVERY_SPECULATIVE,
     IDENTITY,
     METHODS,
-    SPECULATIVE,
     VEGAS,
     WARM,
     AtRandom,
@@ -25,12 +24,11 @@ from methods import (
     solo,
     step_through,
 )
-from torch import Tensor
 
 from aspire.attention import Plan
 from aspire.engine import Engine
 from aspire.kernels.attention import Rows, mixed_attention
-from aspire.policies import Fixed, Method, Speculation
+from aspire.policies import Fixed, Method
 from aspire.request import Request
 from aspire.sampling import Filtered
 from aspire.settings import Sampling
@@ -362,60 +360,25 @@ def test_a40_a_discarded_step_leaves_no_trace(method: Method) -> None:
     assert [r.rounds for r in batch] == [r.rounds for r in undisturbed]
 
 
-# -- memory and pauses -------------------------------------------------------------------------------------------------
+# -- lockstep ----------------------------------------------------------------------------------------------------------
+
+LOCKSTEP = [m for m in METHODS[1:] if m.speculation.lockstep]
 
 
-@pytest.mark.parametrize("method", [SPECULATIVE[0], BY_NAME["sparsespec"], ASPIRE], ids=lambda m: m.name)
-def test_d05_no_page_leaks(method: Method) -> None:
-    """D05: 40 short requests, random accept counts, end ids in mid-block, some preempted: all pages come back."""
-    how = Verification(emulation=Emulation("iid", alpha=0.5))
-    engine = engine_for("llama", method, 8, verification=how, max_len=32)
-    free = engine.pool.allocator.free_pages
-    batch = requests(prompts(40, shortest=1, longest=7), new=12, end_ids=(5, 50, 95))
-
-    def preempt_some(step: int) -> None:
-        if step % 5 == 0 and engine.seats[step % 8]:
-            engine.preempt(step % 8)
-
-    step_through(engine, batch, preempt_some)
-    assert {r.finish_reason for r in batch} == {"stop", "length"}
-    assert engine.preemptions > 0
-    assert engine.pool.allocator.free_pages == free
-    assert set(engine.pool.allocator.owners) == {0}
+@pytest.mark.parametrize("method", LOCKSTEP, ids=lambda m: m.name)
+def test_a34_lockstep_stays_in_step_when_slots_are_refilled(method: Method) -> None:
+    """A34, DESIGN 3: with equal fixed draft lengths no pass is mixed, though requests leave and enter."""
+    engine, batch = engine_for("llama", method, 3), mixed_batch()
+    engine.generate(batch)
+    assert {p.kind for p in engine.passes} == {"draft", "verify"}
 
 
-@dataclass(frozen=True)
-class Paused(Speculation):
-    """Four drafts a round, but none in the rounds first_paused .. resumed - 1."""
-
-    longest: int = 4
-    first_paused: int = 6
-    resumed: int = 36
-
-    def wants_verify(self, state: SlotState) -> Tensor:
-        paused = (state.rounds >= self.first_paused) & (state.rounds < self.resumed)
-        return paused | (state.drafted >= self.longest)
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["small_budget", "whole_budget"])
-@pytest.mark.parametrize("name", ["vegas", "aspire", "sparsespec"])
-def test_d07_a_pause_leaves_no_stale_selection(name: str, whole: bool) -> None:
-    """D07: 30 rounds without drafts; then the selection is fresh, the text plain, a whole budget accepts everything."""
-    method, pause = BY_NAME[name], Paused()
-    selection = replace(method.selection, floor=200) if whole else method.selection
-    engine, batch = engine_for("llama", replace(method, selection=selection, speculation=pause), 4), PROMPTS[:4]
-    made, resumed = requests(batch, new=60), set()
-
-    def selection_is_fresh(_: int) -> None:
-        state = engine.state
-        for slot in (state.active & (state.rounds == pause.resumed) & (state.drafted == 0)).nonzero()[:, 0].tolist():
-            resumed.add(slot)
-            length = int(state.length[slot])
-            assert length - 6 <= int(state.tail_start[slot]) < length
-
-    step_through(engine, made, selection_is_fresh)
-    assert len(resumed) == 4
-    assert ids(made) == plain(60)[:4]
-    drafted, accepted = torch.tensor([pair for r in made for pair in r.rounds[pause.resumed :]]).sum(0).tolist()
-    assert drafted > 40
-    assert accepted == drafted or not whole
+@pytest.mark.xfail(reason="Fixed(lockstep=True) has no barrier: who joins in mid-round stays out of phase for good")
+@pytest.mark.parametrize("method", LOCKSTEP, ids=lambda m: m.name)
+def test_a34_lockstep_holds_a_late_joiner_back(method: Method) -> None:
+    """A34, DESIGN 3: a request submitted in mid-round waits for the barrier, so that no later pass is mixed."""
+    engine, (early, late) = engine_for("llama", method, 2), requests(PROMPTS[:2])
+    engine.submit(early)
+    engine.step()
+    engine.generate([late])
+    assert {p.kind for p in engine.passes[method.speculation.longest + 1 :]} == {"draft", "verify"}

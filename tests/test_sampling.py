@@ -18,7 +18,7 @@ from aspire.policies import Method
 from aspire.sampling import Filtered, filter_logits, pick
 from aspire.state import SlotState
 from aspire.step import Stepper
-from aspire.verify import Drafts, Emulation, Verdict, Verification, judge
+from aspire.verify import Drafts, Emulation, Verdict, Verification, judge, target_picks
 
 DRAWS = 200_000
 SEEDS = torch.arange(DRAWS)
@@ -419,9 +419,13 @@ RAGGED = [Verification("greedy"), COUPLED, REJECTION, Verification(emulation=Emu
           Verification(emulation=Emulation())]  # fmt: skip
 
 
+@pytest.mark.parametrize("padding", ["poison", "tempting"])
 @pytest.mark.parametrize("how", RAGGED, ids=lambda how: how.emulation.profile if how.emulation else how.mode)
-def test_a_row_is_judged_by_its_own_drafts_alone(how: Verification) -> None:
-    """A31: rows of 5, 3, 1, 0 drafts in one verify, padding poisoned, equal the row judged at its own width."""
+def test_a_row_is_judged_by_its_own_drafts_alone(how: Verification, padding: str) -> None:
+    """A31: rows of 5, 3, 1, 0 drafts in one verify equal the row judged at its own width.
+
+    Padding is either unreadable (NaN, id -1) or just what would be accepted if it were read.
+    """
     rows, widest, vocab = 64, 5, 7
     rng = torch.Generator().manual_seed(0)
     count = torch.tensor([5, 3, 1, 0]).repeat(rows // 4)
@@ -430,9 +434,13 @@ def test_a_row_is_judged_by_its_own_drafts_alone(how: Verification) -> None:
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     tokens, seed, position, rounds = p[:, :-1].argmax(-1), torch.arange(rows) + 3, count + 40, count + 1
     past = torch.arange(widest + 1) > count[:, None]
-    p[past], q[past[:, 1:]] = float("nan"), float("nan")
-    tokens[past[:, 1:]] = -1
     ids = torch.arange(vocab).expand(rows, widest + 1, -1).contiguous()
+    if padding == "poison":
+        p[past], q[past[:, 1:]], tokens[past[:, 1:]] = float("nan"), float("nan"), -1
+    else:
+        picks = target_picks(flat(Filtered(ids, p)), Drafts(tokens, count, seed, position, rounds))[:, :-1]
+        tokens = torch.where(past[:, 1:], picks, tokens)
+        q = torch.where(past[:, 1:, None], torch.eye(vocab)[p[:, :-1].argmax(-1)], q)
     drafts = Drafts(tokens, count, seed, position, rounds, Filtered(ids[:, :-1], q))
     verdict = judge(how, flat(Filtered(ids, p)), drafts)
     assert (verdict.accepted <= count).all() and (verdict.accepted > 0).any() and (verdict.accepted < count).any()
