@@ -65,7 +65,9 @@ class Plan:
 class RowGroups:
     """Which rows read what in each layer of a decode pass."""
 
-    def __init__(self, plan: Plan, state: SlotState, method: Method, layers: int, kv_heads: int, page_size: int) -> None:
+    def __init__(
+        self, plan: Plan, state: SlotState, method: Method, layers: int, kv_heads: int, page_size: int
+    ) -> None:
         self.plan, self.state, self.page_size, self.kv_heads = plan, state, page_size, kv_heads
         self.scope = method.selection.scope
         self.dense_layers = frozenset(method.refresh.dense_layers(layers))

@@ -66,7 +66,11 @@ def load(path: Path, key: Key) -> Calibration:
     """Read a cost model for `key`. Raises ValueError if it was fitted for something else, saying what differs."""
     content = json.loads(path.read_text())
     found = content.pop("key")
-    differing = [f"{k}: file {found.get(k)!r}, here {key.get(k)!r}" for k in sorted({*found, *key}) if found.get(k) != key.get(k)]
+    differing = [
+        f"{k}: file {found.get(k)!r}, here {key.get(k)!r}" for k in sorted({*found, *key}) if found.get(k) != key.get(k)
+    ]
     if differing:
-        raise ValueError(f"{path} was calibrated for another set-up ({'; '.join(differing)}); delete it to calibrate anew")
+        raise ValueError(
+            f"{path} was calibrated for another set-up ({'; '.join(differing)}); delete it to calibrate anew"
+        )
     return Calibration(CostModel(**content.pop("cost")), key=key, **content)

@@ -1,7 +1,7 @@
 """Who runs when? Admit, prefill, step, retire: the loop, and the only file that sees everything.
 
-    engine = Engine(model, EngineSettings(slots=8, max_len=2048), method)
-    engine.generate([Request("a", prompt_ids)])
+engine = Engine(model, EngineSettings(slots=8, max_len=2048), method)
+engine.generate([Request("a", prompt_ids)])
 """
 
 import time
@@ -21,7 +21,7 @@ from aspire.request import Request
 from aspire.sampling import filter_logits, pick
 from aspire.settings import EngineSettings
 from aspire.state import SlotState
-from aspire.step import Stepper, StepOutput, write_selection
+from aspire.step import StepOutput, Stepper, write_selection
 from aspire.verify import Verification
 
 
@@ -65,7 +65,7 @@ def make_pool(model: Decoder, settings: EngineSettings, longest_draft: int) -> K
 
 
 class Engine:
-    """Runs requests through one method. Engines may share a model and a pool; prompts may be prefilled once for many."""
+    """Runs requests through one method. Engines may share a model, a pool and prefilled prompts."""
 
     def __init__(
         self, model: Decoder, settings: EngineSettings, method: Method | None = None,
@@ -91,8 +91,6 @@ class Engine:
         self.state: SlotState
         self.stepper: Stepper
 
-    # -- requests ---------------------------------------------------------------------------------------------------
-
     def generate(self, requests: Iterable[Request]) -> list[Request]:
         """Run requests to their end; returns them in the order given."""
         batch = list(requests)
@@ -113,7 +111,9 @@ class Engine:
         self.check(request)
         wanted = self._candidates_for(request)
         if any(self.seats) and wanted > self._candidates:
-            raise ValueError(f"request {request.id} needs {wanted} candidate tokens, the running batch {self._candidates}")
+            raise ValueError(
+                f"request {request.id} needs {wanted} candidate tokens, the running batch {self._candidates}"
+            )
         if not any(self.seats):
             self._candidates = max(wanted, *(self._candidates_for(r) for r, _ in self.waiting), 1)
         self.waiting.append((request, prompt))
@@ -123,8 +123,9 @@ class Engine:
         prompt, answer, limit = len(request.prompt_ids), request.max_new_tokens, self.settings.max_len
         if prompt + answer > limit:
             raise ValueError(
-                f"request {request.id}: prompt of {prompt} tokens + max_new_tokens {answer} = {prompt + answer} exceeds "
-                f"max_len {limit}; shorten the prompt or raise engine max_len (model context {self.model.spec.max_len})"
+                f"request {request.id}: prompt of {prompt} tokens + max_new_tokens {answer} = {prompt + answer} "
+                f"exceeds max_len {limit}; shorten the prompt or raise max_len "
+                f"(the model's context is {self.model.spec.max_len})"
             )
         needed = self.pool.allocator.pages_for(prompt + answer + self.longest)
         if needed > self.pool.pages:
@@ -133,7 +134,9 @@ class Engine:
                 f"{self.pool.pages}; raise engine.pages or lower max_new_tokens"
             )
         if self.verification.mode == "greedy" and request.sampling.temperature > 0:
-            raise ValueError(f"request {request.id}: temperature > 0 needs verification coupled or rejection, not greedy")
+            raise ValueError(
+                f"request {request.id}: temperature > 0 needs verification coupled or rejection, not greedy"
+            )
 
     def _candidates_for(self, request: Request) -> int:
         s = request.sampling
@@ -142,8 +145,6 @@ class Engine:
     @property
     def busy(self) -> bool:
         return bool(self.waiting) or any(self.seats)
-
-    # -- the loop ---------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Request]:
         """Fill empty slots, run one pass, retire what finished; returns the finished requests."""
@@ -162,7 +163,7 @@ class Engine:
         if not any(self.seats):
             self._open()
         start = self.clock()
-        finished = []
+        finished: list[Request] = []
         for slot in range(self.settings.slots):
             while self.waiting and self.seats[slot] is None:
                 request, prompt = self.waiting[0]
@@ -285,8 +286,8 @@ class Engine:
         if len(by_age) == 1:
             needed = self.pool.allocator.pages_for(needy.request.length + self.longest)
             raise ValueError(
-                f"request {needy.request.id} needs {needed} pages; the pool has {self.pool.pages}, less those of prefilled "
-                f"prompts; raise engine.pages or release prompts"
+                f"request {needy.request.id} needs {needed} pages; the pool has {self.pool.pages}, less those of "
+                f"prefilled prompts; raise engine.pages or release prompts"
             )
         self.preempt(by_age[-1])
 

@@ -52,7 +52,10 @@ def prefill(model: Decoder, pool: KVPool, ids: list[int], chunk: int) -> Prompt:
         def keep(layer: int, q: Tensor, first: int = first_kept) -> None:
             kept[layer].append(q[first:].clone())
 
-        attend = MixedAttention(pool, pool.entries(pages, start, stop), lambda _, rows=rows: [rows], keep)
+        def whole(layer: int, rows: Rows = rows) -> list[Rows]:
+            return [rows]
+
+        attend = MixedAttention(pool, pool.entries(pages, start, stop), whole, keep)
         hidden = model(tokens[start:stop], torch.arange(start, stop, device=tokens.device), attend)
     queries = torch.stack([torch.cat(parts) for parts in kept])
     return Prompt(len(ids), pages, queries, model.logits(hidden[-1:])[0])

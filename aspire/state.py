@@ -45,7 +45,7 @@ class SlotState:
         cls, slots: int, pages: int, longest_draft: int, scopes: int, capacity: int, block_tokens: int,
         candidates: int, device: str,
     ) -> "SlotState":  # fmt: skip
-        """A batch without requests. pages, capacity, candidates: widths of page table, selection, draft distribution."""
+        """No requests yet. pages, capacity, candidates: widths of page table, selection, draft distribution."""
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -57,7 +57,8 @@ class SlotState:
         return cls(
             active=torch.zeros(b, dtype=torch.bool, device=device),
             length=ints(b), last_token=ints(b), drafted=ints(b), draft_tokens=ints(b, g), room=ints(b),
-            page_table=ints(b, pages), blocks=ints(scopes, b, capacity), block_count=ints(scopes, b), tail_start=ints(b),
+            page_table=ints(b, pages), blocks=ints(scopes, b, capacity), block_count=ints(scopes, b),
+            tail_start=ints(b),
             alpha=floats(b), target=ints(b), rounds=ints(b), seed=ints(b),
             temperature=floats(b), top_k=ints(b), top_p=floats(b),
             q_ids=ints(b, g, candidates), q_probs=floats(b, g, candidates), block_tokens=block_tokens,

@@ -155,7 +155,7 @@ class Stepper:
         return replace(state, rounds=state.rounds + verified)
 
     def _trim_selection(self, state: SlotState, slots: Tensor) -> None:
-        """A selection made while drafting may name positions that were just taken back; the next row must not read them.
+        """A selection made while drafting may name positions just taken back; the next row must not read them.
 
         KV is final up to position length - 2, and the next row writes length - 1 itself.
         """

@@ -1,4 +1,4 @@
-"""What does MagicDec (arXiv 2408.11049) read while drafting? A sliding window with sinks, or SnapKV's choice at prefill.
+"""What does MagicDec (arXiv 2408.11049) read while drafting? A sliding window with sinks, or SnapKV's choice.
 
 Sources and deviations: baselines/README.md.
 """

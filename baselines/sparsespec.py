@@ -14,7 +14,7 @@ from aspire.state import SlotState
 
 @dataclass(frozen=True)
 class Staggered(Speculation):
-    """The same draft length for all, but a new request's first round is cut so that verifications spread over passes."""
+    """One draft length for all, but a new request's first round is cut so that verifications spread over passes."""
 
     longest: int = 8
 

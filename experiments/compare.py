@@ -1,4 +1,4 @@
-"""How is a comparison measured? Prompts prefilled once, warm-up, then timed windows of all methods in turn (A B C A B C).
+"""How is a comparison measured? Prompts prefilled once, warm-up, then timed windows in turn (A B C A B C).
 
 A window opens when every slot holds a request and closes after a fixed number of committed tokens; admissions inside it
 (a refilled slot's prompt) are prefill and not counted. Nothing is printed or logged while a window is open.
@@ -9,9 +9,8 @@ import itertools
 import json
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 
 import torch
 from tqdm import tqdm
@@ -20,41 +19,12 @@ from aspire import calibrate
 from aspire.engine import Engine, PassRecord
 from aspire.policies import Method
 from aspire.request import Request
-from experiments.benchmarks import data_hash
-from experiments.environment import copy_tb_s, environment, synchronise
-from experiments.metrics import summarise, tpot_ms
-from experiments.records import (
-    PASSES, Cell, PromptTokens, Record, Repeats, RequestLine, SamplingUsed, Timing, Workload, cell_id, failed_record,
-    write_record,
-)  # fmt: skip
+from experiments.environment import device_name, synchronise
+from experiments.outcome import Entry, Window, conclude
+from experiments.records import Cell, Record
 from experiments.session import Config, Session, make_method, open_session, resolve
 
 Report = Callable[[str], None]
-
-
-@dataclass
-class Window:
-    """One timed window of one method."""
-
-    requests: list[Request]
-    passes: list[PassRecord]
-    seconds: float
-    prefill_s: float
-    decode_s: dict[str, float] = field(default_factory=dict)  # of each request, while it held a slot
-    peak_gib: float | None = None
-
-
-@dataclass
-class Entry:
-    """A method on its way through a comparison."""
-
-    config: Config
-    cell: Cell
-    method: Method | None = None
-    calibration: calibrate.Calibration | None = None
-    windows: list[Window] = field(default_factory=list)
-    session: Session | None = None
-    error: str | None = None
 
 
 def cell_of(config: Config) -> Cell:
@@ -154,10 +124,10 @@ def calibration_key(entry: Entry, session: Session) -> calibrate.Key:
     engine = {k: v for k, v in entry.config["engine"].items() if k in ("page_size", "threads")}
     selection = entry.method.selection
     return {
-        "device": environment(session.settings.device).device, "model": entry.config["model"]["name"],
+        "device": device_name(session.settings.device), "model": entry.config["model"]["name"],
         "dtype": entry.config["model"]["dtype"], "batch": entry.config["batch"], "engine": engine,
         "selection": f"{type(selection).__name__}/{selection.scope}/{selection.block}",
-        "refresh": asdict(entry.method.refresh) | {"on": list(entry.method.refresh.on), "dense": list(entry.method.refresh.dense)},
+        "refresh": {name: list(value) for name, value in asdict(entry.method.refresh).items()},
         "prompt_tokens": max(p.length for p in session.prompts),
     }  # fmt: skip
 
@@ -231,7 +201,11 @@ def fill(engine: Engine, session: Session, supply: Iterator[int], requests: list
 
 def finish(entries: list[Entry], session: Session) -> None:
     """Tie each entry to the session, check that repeats agree, and give the prompts back."""
-    engine = {"max_len": session.settings.max_len, "pages": session.pool.pages, "dtype": session.config["model"]["dtype"]}
+    engine = {
+        "max_len": session.settings.max_len,
+        "pages": session.pool.pages,
+        "dtype": session.config["model"]["dtype"],
+    }
     for entry in entries:
         entry.session = session
         entry.config = {**entry.config, "engine": {**entry.config["engine"], **engine}}
@@ -240,79 +214,3 @@ def finish(entries: list[Entry], session: Session) -> None:
             entry.error = "repeats of the same requests gave different tokens"
     for prompt in session.prompts:
         session.pool.release(prompt.pages)
-
-
-def conclude(entry: Entry, out: Path) -> Record:
-    """Write the record of an entry, with its requests and the passes of its first window."""
-    name = cell_id(entry.cell)
-    if entry.error is not None:
-        record = failed_record(entry.cell, entry.config, entry.error, name)
-        write_record(out / name, record)
-        return record
-    window = entry.windows[0]
-    lines = [request_line(r) for r in window.requests]
-    record = measured_record(entry, name, lines)
-    (out / name).mkdir(parents=True, exist_ok=True)
-    passes = ({"kinds": p.kinds, "ms": round(1e3 * p.seconds, 3), "tokens": p.tokens} for p in window.passes)
-    (out / name / PASSES).write_text("".join(json.dumps(p) + "\n" for p in passes))
-    write_record(out / name, record, lines)
-    return record
-
-
-def request_line(request: Request) -> RequestLine:
-    prompt = hashlib.sha1(json.dumps(request.prompt_ids).encode()).hexdigest()
-    return RequestLine(
-        id=request.id, prompt_ids_sha1=prompt, prompt_tokens=len(request.prompt_ids), output_ids=request.output_ids,
-        finish_reason=request.finish_reason, seed=request.sampling.seed, rounds=request.rounds,
-    )  # fmt: skip
-
-
-def measured_record(entry: Entry, name: str, lines: list[RequestLine]) -> Record:
-    """The record of a cell that ran; every number comes from its lines and its windows."""
-    session = entry.session
-    assert session is not None
-    config, device = entry.config, session.settings.device
-    timing = timing_of(entry.windows, session.prefill_s)
-    times = [entry.windows[0].decode_s.get(line.id, 0.0) for line in lines]
-    peaks = [w.peak_gib for w in entry.windows if w.peak_gib is not None]
-    efficiency = hbm_efficiency(entry, session) if device.startswith("cuda") else None
-    tokens, metrics = summarise(lines, timing, tpot_ms(lines, times), max(peaks, default=None), efficiency)
-    calibration = None if entry.calibration is None else asdict(entry.calibration)
-    return Record(
-        cell_id=name, status="ok", cell=entry.cell.model_copy(update={"acceptance": session.verification.acceptance_mark}),
-        environment=environment(device), config=config, workload=workload_of(session),
-        sampling=SamplingUsed(**config["sampling"], seed=config["seed"], verification=config["verification"]["mode"]),
-        protocol=config["protocol"], tokens=tokens, timing=timing, metrics=metrics, calibration=calibration,
-    )  # fmt: skip
-
-
-def timing_of(windows: list[Window], prefill_s: float) -> Timing:
-    """prefill_s: the shared prefill of all prompts; pass times are means over all windows."""
-
-    def mean_ms(kind: str) -> float | None:
-        each = [1e3 * p.seconds for w in windows for p in w.passes if p.kind == kind]
-        return sum(each) / len(each) if each else None
-
-    seconds = [w.seconds for w in windows]
-    return Timing(
-        prefill_s=prefill_s, decode_s=median(seconds), passes=len(windows[0].passes), draft_pass_ms=mean_ms("draft"),
-        verify_pass_ms=mean_ms("verify"), mixed_pass_ms=mean_ms("mixed"), repeats=Repeats(decode_s=seconds),
-    )  # fmt: skip
-
-
-def workload_of(session: Session) -> Workload:
-    lengths = [len(item.prompt_ids) for item in session.items]
-    return Workload(
-        requests=len(lengths), data_hash=data_hash(session.items), truncated=sum(item.truncated for item in session.items),
-        prompt_tokens=PromptTokens(min=min(lengths), mean=sum(lengths) / len(lengths), max=max(lengths)),
-    )  # fmt: skip
-
-
-def hbm_efficiency(entry: Entry, session: Session) -> float:
-    """Fewest bytes the passes had to move / measured copy bandwidth / their time: weights, KV read and written."""
-    spec, dtype = session.model.spec, session.settings.dtype
-    passes = [p for w in entry.windows for p in w.passes]
-    kv = spec.kv_bytes_per_token(dtype)
-    embedding = 0 if spec.tied else spec.vocab_size * spec.hidden_size * dtype.itemsize  # looked up, not read whole
-    moved = len(passes) * (spec.weight_bytes(dtype) - embedding) + kv * sum(p.kv_tokens + p.tokens for p in passes)
-    return moved / (copy_tb_s(session.settings.device) * 1e12) / sum(p.seconds for p in passes)

@@ -1,7 +1,7 @@
 """Figure 1: every method on every workload of a profile, then the figure and the table beside the published numbers.
 
-    python -m experiments.fig1                    # profile=auto: paper on a GPU of 80 GB or more, else embedded
-    python -m experiments.fig1 profile=embedded output_dir=runs/fig1 resume=true protocol.repeats=5
+python -m experiments.fig1                    # profile=auto: paper on a GPU of 80 GB or more, else embedded
+python -m experiments.fig1 profile=embedded output_dir=runs/fig1 resume=true protocol.repeats=5
 """
 
 import sys

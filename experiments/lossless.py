@@ -1,4 +1,4 @@
-"""Is every method exact on the real model? Greedy text against Hugging Face, sampled text against autoregressive decoding.
+"""Is every method exact on the real model? Greedy text against Hugging Face, sampled text against autoregressive.
 
 SmolLM2 in fp32, prompts of real text from 20 to 2,000 tokens, several batch sizes; prints mismatching requests.
     python -m experiments.lossless [prompts=16] [new_tokens=64] [batches=1,3,8]
@@ -51,7 +51,9 @@ def prompts(count: int) -> list[list[int]]:
     return [list(item.prompt_ids)[:n] for item, n in zip(items, steps, strict=True)]
 
 
-def texts(engine: Engine, ids: list[list[int]], kept: list[Prompt], new_tokens: int, sampling: Sampling) -> list[list[int]]:
+def texts(
+    engine: Engine, ids: list[list[int]], kept: list[Prompt], new_tokens: int, sampling: Sampling
+) -> list[list[int]]:
     """Output ids of every prompt, each with its own seed."""
     requests = [
         Request(str(i), x, replace(sampling, seed=sampling.seed + i), new_tokens, engine.model.spec.end_ids)
@@ -64,7 +66,9 @@ def texts(engine: Engine, ids: list[list[int]], kept: list[Prompt], new_tokens: 
     return [r.output_ids for r in requests]
 
 
-def mismatches(model: Decoder, ids: list[list[int]], new_tokens: int, batches: list[int]) -> dict[tuple[str, str, int], int]:
+def mismatches(
+    model: Decoder, ids: list[list[int]], new_tokens: int, batches: list[int]
+) -> dict[tuple[str, str, int], int]:
     """Requests whose ids differ from the reference, by (method, mode, batch)."""
     made = methods()
     longest = max(m.speculation.longest for m in made)
@@ -91,7 +95,9 @@ def mismatches(model: Decoder, ids: list[list[int]], new_tokens: int, batches: l
 
 
 def show(counts: dict[tuple[str, str, int], int], batches: list[int], requests: int) -> None:
-    table = Table(title=f"requests out of {requests} whose ids differ (greedy: from Hugging Face, coupled: from autoregressive)")
+    table = Table(
+        title=f"requests out of {requests} whose ids differ (greedy: from Hugging Face, coupled: from autoregressive)"
+    )
     table.add_column("method")
     for mode in ("greedy", "coupled"):
         for batch in batches:
@@ -109,7 +115,11 @@ def main(arguments: list[str]) -> int:
         if key not in own or not value:
             raise ValueError(f"unknown argument {word!r}; there are {', '.join(own)}")
         own[key] = value
-    count, new_tokens, batches = int(own["prompts"]), int(own["new_tokens"]), [int(b) for b in own["batches"].split(",")]
+    count, new_tokens, batches = (
+        int(own["prompts"]),
+        int(own["new_tokens"]),
+        [int(b) for b in own["batches"].split(",")],
+    )
     torch.set_num_threads(2)
     counts = mismatches(load("embedded"), prompts(count), new_tokens, batches)
     show(counts, batches, count)

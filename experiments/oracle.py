@@ -23,7 +23,9 @@ def huggingface_model() -> PreTrainedModel:
 
 
 @torch.no_grad()
-def generate(model: PreTrainedModel, prompts: list[list[int]], new_tokens: int, end_ids: tuple[int, ...]) -> list[list[int]]:
+def generate(
+    model: PreTrainedModel, prompts: list[list[int]], new_tokens: int, end_ids: tuple[int, ...]
+) -> list[list[int]]:
     """Greedy continuations of prompts of one length; without end_ids every one has new_tokens tokens."""
     ids = torch.tensor(prompts)
     stop = {"eos_token_id": list(end_ids)} if end_ids else {"eos_token_id": None}

@@ -1,6 +1,6 @@
 """Rebuild every table and figure from records: the committed ones, or those of a run.
 
-    python -m experiments.redraw [FOLDER]
+python -m experiments.redraw [FOLDER]
 """
 
 import sys

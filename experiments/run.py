@@ -1,8 +1,8 @@
 """Run one cell, or one comparison of several methods on the same prefilled prompts; with -m, a sweep of them.
 
-    python -m experiments.run method=vegas benchmark=pystdlib
-    python -m experiments.run comparison.methods=[autoregressive,vegas,aspire]
-    python -m experiments.run -m method=autoregressive,vegas batch=1,8
+python -m experiments.run method=vegas benchmark=pystdlib
+python -m experiments.run comparison.methods=[autoregressive,vegas,aspire]
+python -m experiments.run -m method=autoregressive,vegas batch=1,8
 """
 
 import sys
@@ -34,7 +34,14 @@ def run(configs: list[Config], out: Path) -> list[Record]:
     return records
 
 
-SETTLED = ("resume", "overwrite", "output_dir", "run_id", "engine", "tracking")  # may differ between a run and its resumption
+SETTLED = (
+    "resume",
+    "overwrite",
+    "output_dir",
+    "run_id",
+    "engine",
+    "tracking",
+)  # may differ between a run and its resumption
 
 
 def resumable(configs: list[Config], out: Path) -> list[Record]:
@@ -48,7 +55,9 @@ def resumable(configs: list[Config], out: Path) -> list[Record]:
         wanted, had = ({k: v for k, v in c.items() if k not in SETTLED} for c in (config, record.config))
         changed = sorted(k for k in {*wanted, *had} if wanted.get(k) != had.get(k))
         if changed:
-            raise ValueError(f"{out} holds results of another config ({', '.join(changed)} differ); choose another output_dir")
+            raise ValueError(
+                f"{out} holds results of another config ({', '.join(changed)} differ); choose another output_dir"
+            )
         kept.append(record)
     return kept
 

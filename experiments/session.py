@@ -101,7 +101,7 @@ def _load_model(content: str, device: str) -> Decoder:
 
 
 def local_path(path: str, revision: str | None) -> str | Path:
-    """A local file or folder as it is; a hub id becomes its folder in the cache. Raises ValueError if it is not there."""
+    """A local file or folder as it is; a hub id becomes its folder in the cache, ValueError if it is not there."""
     if path in EMBEDDED or Path(path).expanduser().exists():
         return path
     try:
@@ -157,8 +157,8 @@ def make_pool(model: Decoder, settings: EngineSettings, items: list[Item], answe
     pages = settings.pages or prompts + settings.slots * own
     if pages < prompts + own:
         raise ValueError(
-            f"the prompts and one slot need {prompts + own} pages of {size} tokens, engine.pages is {pages}; raise it, or "
-            f"lower benchmark.source.requests or the prompt length"
+            f"the prompts and one slot need {prompts + own} pages of {size} tokens, engine.pages is {pages}; raise it, "
+            f"or lower benchmark.source.requests or the prompt length"
         )
     needed = 2 * spec.layers * pages * size * spec.kv_heads * spec.head_dim * settings.dtype.itemsize
     available = free_bytes(settings.device)

@@ -254,7 +254,7 @@ selection:
 
 
 def test_a_reader_adds_a_method_in_two_small_files(tmp_path: Path) -> None:
-    """Acceptance 10: a policy of at most 20 lines and a YAML, nothing else touched; the method runs from the command line."""
+    """Acceptance 10: a policy of at most 20 lines and a YAML, nothing else touched; it runs from the command line."""
     assert len(POLICY.splitlines()) <= 20
     for folder in ("aspire", "baselines", "experiments", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""How does a row attend to its keys in the paged pool? Dense rows read all of them, selected rows some blocks and a tail.
+"""How does a row attend to its keys in the paged pool? Dense rows read all, selected rows some blocks and a tail.
 
 Contract of `mixed_attention`. q [T, Hq, D], k_cache and v_cache [M, Hkv, D] of one layer, `Rows` says which queries
 belong to which row and which keys each may read; Hq is a multiple of Hkv. Query w of row r stands at position

@@ -1,8 +1,8 @@
 """Which blocks score highest? Top-k per row with its own k, in ascending block order.
 
-Contract of `top_blocks`. scores [S, R, M] fp32, take and limit [R] int64: of the blocks below limit[r] the take[r] best,
-written in ascending order to blocks [S, R, capacity]; count [S, R] = min(take, limit, capacity). Entries past count are
-unspecified. Ties go either way.
+Contract of `top_blocks`. scores [S, R, M] fp32, take and limit [R] int64: of the blocks below limit[r] the take[r]
+best, written in ascending order to blocks [S, R, capacity]; count [S, R] = min(take, limit, capacity). Entries past
+count are unspecified. Ties go either way.
 """
 
 import torch

@@ -84,7 +84,8 @@ class Decoder(nn.Module):
         self.spec = spec
         shape = (spec.vocab_size, spec.hidden_size)
         self.embed = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-        self.layers = nn.ModuleList(Layer(spec, dtype, device) for _ in range(spec.layers))
+        self.blocks = [Layer(spec, dtype, device) for _ in range(spec.layers)]
+        self.layers = nn.ModuleList(self.blocks)
         self.norm = nn.Parameter(torch.empty(spec.hidden_size, dtype=dtype, device=device), requires_grad=False)
         self.head = None if spec.tied else nn.Parameter(torch.empty_like(self.embed), requires_grad=False)
         self.packed_head: Tensor | None = None
@@ -96,7 +97,7 @@ class Decoder(nn.Module):
         """Hidden states [T, E] of int64 tokens [T] at int64 positions [T]."""
         x = F.embedding(tokens, self.embed)
         cos, sin = cos_sin(positions, self.inv_freq, self.attention_scale, x.dtype)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.blocks):
             x = layer(index, x, cos, sin, attend)
         return F.rms_norm(x, self.norm.shape, self.norm, self.spec.rms_eps)
 
@@ -107,7 +108,7 @@ class Decoder(nn.Module):
 
     def pack(self) -> "Decoder":
         """Lay the weights out for this machine, where that helps; call it again after a weight has changed."""
-        for layer in self.layers:
+        for layer in self.blocks:
             layer.pack()
         self.packed_head = pack(self.embed if self.head is None else self.head)
         return self
@@ -116,7 +117,7 @@ class Decoder(nn.Module):
         """Move or cast the weights; the frequencies follow to the device but stay fp32, packed copies are dropped."""
         super()._apply(fn, recurse)
         self.packed_head = None
-        for layer in self.layers:
+        for layer in self.blocks:
             layer.packed = {}
         self.inv_freq = self.inv_freq.to(self.embed.device)
         return self

@@ -147,7 +147,7 @@ class ClosedForm(Speculation):
 
 
 def expected_tokens(alpha: Tensor, longest: int) -> Tensor:
-    """1 + alpha + ... + alpha^gamma for gamma = 0 .. longest; a sum, so alpha = 1 needs no guard.  # [B, longest + 1]"""
+    """1 + alpha + ... + alpha^gamma, gamma = 0 .. longest; a sum, so alpha = 1 needs no guard.  # [B, longest + 1]"""
     gamma = torch.arange(longest + 1, device=alpha.device)
     return (alpha[:, None] ** gamma).cumsum(1)
 

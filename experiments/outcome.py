@@ -1,0 +1,133 @@
+"""What does a measured method leave? Its record, rebuilt from its requests, and the passes of its first window."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+from aspire import calibrate
+from aspire.engine import PassRecord
+from aspire.policies import Method
+from aspire.request import Request
+from experiments.benchmarks import data_hash
+from experiments.environment import copy_tb_s, environment
+from experiments.metrics import summarise, tpot_ms
+from experiments.records import (
+    PASSES,
+    Cell,
+    PromptTokens,
+    Record,
+    Repeats,
+    RequestLine,
+    SamplingUsed,
+    Timing,
+    Workload,
+    cell_id,
+    failed_record,
+    write_record,
+)  # fmt: skip
+from experiments.session import Config, Session
+
+
+@dataclass
+class Window:
+    """One timed window of one method."""
+
+    requests: list[Request]
+    passes: list[PassRecord]
+    seconds: float
+    prefill_s: float
+    decode_s: dict[str, float] = field(default_factory=dict)  # of each request, while it held a slot
+    peak_gib: float | None = None
+
+
+@dataclass
+class Entry:
+    """A method on its way through a comparison."""
+
+    config: Config
+    cell: Cell
+    method: Method | None = None
+    calibration: calibrate.Calibration | None = None
+    windows: list[Window] = field(default_factory=list)
+    session: Session | None = None
+    error: str | None = None
+
+
+def conclude(entry: Entry, out: Path) -> Record:
+    """Write the record of an entry, with its requests and the passes of its first window."""
+    name = cell_id(entry.cell)
+    if entry.error is not None:
+        record = failed_record(entry.cell, entry.config, entry.error, name)
+        write_record(out / name, record)
+        return record
+    window = entry.windows[0]
+    lines = [request_line(r) for r in window.requests]
+    record = measured_record(entry, name, lines)
+    (out / name).mkdir(parents=True, exist_ok=True)
+    passes = ({"kinds": p.kinds, "ms": round(1e3 * p.seconds, 3), "tokens": p.tokens} for p in window.passes)
+    (out / name / PASSES).write_text("".join(json.dumps(p) + "\n" for p in passes))
+    write_record(out / name, record, lines)
+    return record
+
+
+def request_line(request: Request) -> RequestLine:
+    prompt = hashlib.sha1(json.dumps(request.prompt_ids).encode()).hexdigest()
+    return RequestLine(
+        id=request.id, prompt_ids_sha1=prompt, prompt_tokens=len(request.prompt_ids), output_ids=request.output_ids,
+        finish_reason=request.finish_reason, seed=request.sampling.seed, rounds=request.rounds,
+    )  # fmt: skip
+
+
+def measured_record(entry: Entry, name: str, lines: list[RequestLine]) -> Record:
+    """The record of a cell that ran; every number comes from its lines and its windows."""
+    session = entry.session
+    assert session is not None
+    config, device = entry.config, session.settings.device
+    timing = timing_of(entry.windows, session.prefill_s)
+    times = [entry.windows[0].decode_s.get(line.id, 0.0) for line in lines]
+    peaks = [w.peak_gib for w in entry.windows if w.peak_gib is not None]
+    efficiency = hbm_efficiency(entry, session) if device.startswith("cuda") else None
+    tokens, metrics = summarise(lines, timing, tpot_ms(lines, times), max(peaks, default=None), efficiency)
+    calibration = None if entry.calibration is None else asdict(entry.calibration)
+    return Record(
+        cell_id=name, status="ok",
+        cell=entry.cell.model_copy(update={"acceptance": session.verification.acceptance_mark}),
+        environment=environment(device), config=config, workload=workload_of(session),
+        sampling=SamplingUsed(**config["sampling"], seed=config["seed"], verification=config["verification"]["mode"]),
+        protocol=config["protocol"], tokens=tokens, timing=timing, metrics=metrics, calibration=calibration,
+    )  # fmt: skip
+
+
+def timing_of(windows: list[Window], prefill_s: float) -> Timing:
+    """prefill_s: the shared prefill of all prompts; pass times are means over all windows."""
+
+    def mean_ms(kind: str) -> float | None:
+        each = [1e3 * p.seconds for w in windows for p in w.passes if p.kind == kind]
+        return sum(each) / len(each) if each else None
+
+    seconds = [w.seconds for w in windows]
+    return Timing(
+        prefill_s=prefill_s, decode_s=median(seconds), passes=len(windows[0].passes), draft_pass_ms=mean_ms("draft"),
+        verify_pass_ms=mean_ms("verify"), mixed_pass_ms=mean_ms("mixed"), repeats=Repeats(decode_s=seconds),
+    )  # fmt: skip
+
+
+def workload_of(session: Session) -> Workload:
+    lengths = [len(item.prompt_ids) for item in session.items]
+    return Workload(
+        requests=len(lengths), data_hash=data_hash(session.items),
+        truncated=sum(item.truncated for item in session.items),
+        prompt_tokens=PromptTokens(min=min(lengths), mean=sum(lengths) / len(lengths), max=max(lengths)),
+    )  # fmt: skip
+
+
+def hbm_efficiency(entry: Entry, session: Session) -> float:
+    """Fewest bytes the passes had to move / measured copy bandwidth / their time: weights, KV read and written."""
+    spec, dtype = session.model.spec, session.settings.dtype
+    passes = [p for w in entry.windows for p in w.passes]
+    kv = spec.kv_bytes_per_token(dtype)
+    embedding = 0 if spec.tied else spec.vocab_size * spec.hidden_size * dtype.itemsize  # looked up, not read whole
+    moved = len(passes) * (spec.weight_bytes(dtype) - embedding) + kv * sum(p.kv_tokens + p.tokens for p in passes)
+    return moved / (copy_tb_s(session.settings.device) * 1e12) / sum(p.seconds for p in passes)
