@@ -112,7 +112,8 @@ class Engine:
         wanted = self._candidates_for(request)
         if any(self.seats) and wanted > self._candidates:
             raise ValueError(
-                f"request {request.id} needs {wanted} candidate tokens, the running batch {self._candidates}"
+                f"request {request.id} needs {wanted} candidate tokens, the running batch was opened with "
+                f"{self._candidates}; submit it before the batch starts, or lower its top_k"
             )
         if not any(self.seats):
             self._candidates = max(wanted, *(self._candidates_for(r) for r, _ in self.waiting), 1)
@@ -159,9 +160,14 @@ class Engine:
         return finished
 
     def fill_slots(self) -> list[Request]:
-        """Admit waiting requests while there is a slot and pages; returns those that their first token finished."""
+        """Admit waiting requests while there is a slot and pages; returns those that their first token finished.
+
+        A lockstep method holds late joiners back until the round under way is verified.
+        """
         if not any(self.seats):
             self._open()
+        elif self.method.speculation.lockstep and self.passes and "D" in self.passes[-1].kinds:
+            return []
         start = self.clock()
         finished: list[Request] = []
         for slot in range(self.settings.slots):

@@ -188,8 +188,7 @@ def run_window(session: Session, entry: Entry) -> Window:
 
 def fill(engine: Engine, session: Session, supply: Iterator[int], requests: list[Request]) -> None:
     """Put the next requests into empty slots, until all are taken; every request is remembered."""
-    while sum(map(bool, engine.seats)) < session.settings.slots:
-        wanted = session.settings.slots - sum(map(bool, engine.seats))
+    while (wanted := session.settings.slots - sum(map(bool, engine.seats))) and not engine.waiting:
         batch = [session.request(number) for number in itertools.islice(supply, wanted)]
         if not batch:
             break

@@ -373,7 +373,6 @@ def test_a34_lockstep_stays_in_step_when_slots_are_refilled(method: Method) -> N
     assert {p.kind for p in engine.passes} == {"draft", "verify"}
 
 
-@pytest.mark.xfail(reason="Fixed(lockstep=True) has no barrier: who joins in mid-round stays out of phase for good")
 @pytest.mark.parametrize("method", LOCKSTEP, ids=lambda m: m.name)
 def test_a34_lockstep_holds_a_late_joiner_back(method: Method) -> None:
     """A34, DESIGN 3: a request submitted in mid-round waits for the barrier, so that no later pass is mixed."""

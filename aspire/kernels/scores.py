@@ -2,8 +2,8 @@
 
 Contract of `probe_scores`. q [T, Hq, D], k_cache [M, Hkv, D] of one layer, dense `rows`, queries [R, Q] int64 index
 into q, counts [R, Q] bool which of them count. Each query's weights are a softmax over the keys up to its own position.
-Per query they are reduced over heads: "max" or "mean" over all query heads, "group_mean" within each KV head's group; then
-averaged over the counted queries. Result [1, R, L] (or [Hkv, R, L] for "group_mean") fp32, 0 past a row's context.
+Per query they are reduced over heads: "max" or "mean" over all query heads, "group_mean" within each KV head's group;
+then averaged over the counted queries. Result [1, R, L] (or [Hkv, R, L] for "group_mean") fp32, 0 past a row's context.
 """
 
 import torch
