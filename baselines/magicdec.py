@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aspire.kernels.select import top_blocks
-from aspire.policies.selection import Probe, Selected, Selection
+from aspire.policies.selection import Probe, Selected, Selection, share
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Window(Selection):
         return max(1, self.sinks)
 
     def select(self, scores: Tensor | None, seen: Tensor, length: Tensor) -> Selected:
-        budget = (length * self.ratio).ceil().long().clamp(min=self.floor)
+        budget = share(length, self.ratio).clamp(min=self.floor)
         tail_start = (length - (budget - self.sinks)).clamp(min=0)
         count = tail_start.clamp(max=self.sinks)  # a short context never reads a sink twice
         index = torch.arange(self.capacity(0), device=length.device)
@@ -68,11 +68,12 @@ class SnapKV(Selection):
         return int(self.budget(torch.tensor([max_len])))
 
     def budget(self, length: Tensor) -> Tensor:
-        return (length * self.ratio).ceil().long().clamp(min=self.floor)
+        return share(length, self.ratio).clamp(min=self.floor)
 
     def select(self, scores: Tensor | None, seen: Tensor, length: Tensor) -> Selected:
         assert scores is not None, "SnapKV needs scores"
-        pooled = torch.nn.functional.avg_pool1d(scores, self.kernel, stride=1, padding=self.kernel // 2)
         tail_start = (seen - self.window).clamp(min=0)
+        candidates = scores * (torch.arange(scores.shape[-1], device=scores.device) < tail_start[:, None])
+        pooled = torch.nn.functional.avg_pool1d(candidates, self.kernel, stride=1, padding=self.kernel // 2)
         blocks, count = top_blocks(pooled, self.budget(seen) - self.window, tail_start, self.capacity(scores.shape[-1]))
         return Selected(blocks, count, tail_start)

@@ -197,7 +197,6 @@ def test_a_fork_that_does_not_fit_changes_nothing() -> None:
     assert len(source.pages.pages) == 3
 
 
-@pytest.mark.xfail(reason="KVPool.truncate has no guard yet; reported")
 def test_a_shared_page_cannot_be_cut_into() -> None:
     """A20: half of a page that somebody else reads must neither be poisoned nor become writable."""
     pool, source = small_pool(), Sequence()

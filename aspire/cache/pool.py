@@ -56,8 +56,9 @@ class KVPool:
     def truncate(self, pages: PageList, tokens: int) -> None:
         """Keep the first `tokens` of a sequence; what lies past them is forgotten (and NaN when poisoned)."""
         stop = len(pages.pages) * self.page_size
+        cut = pages.pages[tokens // self.page_size : self.allocator.pages_for(tokens)]
+        assert all(self.allocator.owners[page] == 1 for page in cut), "cannot cut into a shared page"
         if self.poison and tokens < stop:
-            # Positions past `tokens` on a shared page cannot exist: only full pages are shared.
             self._forget(self.entries(pages, tokens, self.allocator.pages_for(tokens) * self.page_size))
         for page in self.allocator.truncate(pages, tokens):
             if self.poison:

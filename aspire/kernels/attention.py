@@ -101,14 +101,27 @@ class Rows:
         return bias.transpose(0, 1) if bias.dim() == 4 else bias[:, None]
 
 
-def gather_keys(cache: Tensor, entries: Tensor) -> Tensor:
-    """Cache entries [R, L] or [Hkv, R, L] of a layer.  # [R, Hkv, L, D]"""
+_workspace: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
+
+
+def workspace(name: str, like: Tensor, elements: int) -> Tensor:
+    """A flat buffer that is kept: fresh memory of megabytes a layer costs more in page faults than the copy itself."""
+    key = (name, like.device, like.dtype)
+    if key not in _workspace or _workspace[key].numel() < elements:
+        _workspace[key] = torch.empty(elements, dtype=like.dtype, device=like.device)
+    return _workspace[key][:elements]
+
+
+def gather_keys(cache: Tensor, entries: Tensor, name: str) -> Tensor:
+    """Cache entries [R, L] or [Hkv, R, L] of a layer, valid until the next gather of that name.  # [R, Hkv, L, D]"""
     m, heads, dim = cache.shape
     if entries.dim() == 2:
-        picked = cache.view(m, heads * dim).index_select(0, entries.flatten())
+        picked = workspace(name, cache, entries.numel() * heads * dim).view(-1, heads * dim)
+        torch.index_select(cache.view(m, heads * dim), 0, entries.flatten(), out=picked)
         return picked.view(*entries.shape, heads, dim).transpose(1, 2)
     head = torch.arange(heads, device=entries.device)[:, None, None]
-    picked = cache.view(m * heads, dim).index_select(0, (entries * heads + head).flatten())
+    picked = workspace(name, cache, entries.numel() * dim).view(-1, dim)
+    torch.index_select(cache.view(m * heads, dim), 0, (entries * heads + head).flatten(), out=picked)
     return picked.view(*entries.shape, dim).transpose(0, 1)
 
 
@@ -119,7 +132,7 @@ def mixed_attention_torch(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Row
     index = rows.queries  # [R, W]
     r, w = index.shape
     folded = q[index].view(r, w, kv_heads, group, dim).transpose(1, 2).reshape(r, kv_heads, w * group, dim)
-    keys, values = gather_keys(k_cache, rows.entries), gather_keys(v_cache, rows.entries)
+    keys, values = gather_keys(k_cache, rows.entries, "k"), gather_keys(v_cache, rows.entries, "v")
     bias = rows.bias(group)
     mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=None if bias is None else bias.to(q.dtype))
     unfolded = mixed.view(r, kv_heads, w, group, dim).transpose(1, 2).reshape(r, w, -1, dim)

@@ -20,7 +20,7 @@ def probe_scores(q: Tensor, k_cache: Tensor, rows: Rows, queries: Tensor, counts
     r, n = queries.shape
     group = q.shape[1] // kv_heads
     picked = q[queries].view(r, n, kv_heads, group, dim).permute(0, 2, 1, 3, 4).reshape(r, kv_heads, n * group, dim)
-    keys = gather_keys(k_cache, rows.entries)  # [R, Hkv, L, D]
+    keys = gather_keys(k_cache, rows.entries, "k")  # [R, Hkv, L, D]
     logits = (picked @ keys.transpose(-1, -2)).float() * dim**-0.5  # [R, Hkv, Q*group, L]
     logits = logits.view(r, kv_heads, n, group, -1)
     positions, real = rows.keys

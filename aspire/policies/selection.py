@@ -51,6 +51,11 @@ class Selected:
     tail_start: Tensor
 
 
+def share(count: Tensor, ratio: float) -> Tensor:
+    """ceil(count * ratio) as on paper: a product that is whole but for rounding does not go up.  # int64"""
+    return (count.double() * ratio - 1e-6).ceil().long()
+
+
 class Selection(ABC):
     """Base of all selections. `block` is in tokens; `scope` says who shares a set: request, layer or kv_head."""
 
@@ -66,8 +71,8 @@ class Selection(ABC):
     def select(self, scores: Tensor | None, seen: Tensor, length: Tensor) -> Selected:
         """Choose for the next draft rows.
 
-        scores [S, R, L] fp32 by position (None without a probe); seen [R]: positions the first probed query saw;
-        length [R]: positions the next draft row will see.
+        scores [S, R, L] fp32 by position (None without a probe); seen [R]: positions the first probed query saw (after
+        a prefill: the prompt); length [R]: positions the next draft row will see.
         """
 
     def scopes(self, layers: int, kv_heads: int) -> int:
@@ -93,8 +98,9 @@ class Everything(Selection):
 class TopBlocks(Selection):
     """The highest-scoring blocks before the tail, within max(floor, ratio * length) tokens.
 
-    ratio, floor, recent, sinks: budget in tokens and shares of it. recent tokens at the end and sinks at the start
-    are always read. tail_in_budget: whether the tail counts against the budget.
+    ratio, floor, recent, sinks: budget in tokens and shares of it. The last ceil(recent / block) blocks, a partial
+    one included, and the first ceil(sinks / block) are always read. tail_in_budget: whether the tail counts against
+    the budget.
     Source: ASPIRE section 4.3 (block 16, one set a request), Vegas (block 1, a set a layer), SparseSpec (block 1, a
     set a KV head); the differences are these fields.
     """
@@ -120,9 +126,7 @@ class TopBlocks(Selection):
 
     def budget(self, length: Tensor) -> Tensor:
         """Blocks to read of a context of `length` tokens.  # [R]"""
-        contexts = self.ceil_blocks(length)
-        share = (contexts * self.ratio).ceil().long()
-        return share.clamp(min=-(-self.floor // self.block))
+        return share(self.ceil_blocks(length), self.ratio).clamp(min=-(-self.floor // self.block))
 
     def ceil_blocks(self, tokens: Tensor) -> Tensor:
         return -(-tokens // self.block)
