@@ -55,10 +55,10 @@ verify-lossless: setup ## Compare the text of every method with autoregressive d
 	@$(PY) -m experiments.lossless $(ARGS)
 
 bench-cpu: setup ## Benchmark the embedded model on this CPU
-	@$(PY) -m experiments.bench_cpu $(ARGS)
+	@$(PY) -m experiments.bench_cpu
 
 check: setup ## Check the committed records
-	@$(PY) -m experiments.check results/records $(ARGS)
+	@$(PY) -m experiments.check results/records
 
 clean: ## Remove .venv and caches; runs and results stay
 	@rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

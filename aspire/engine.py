@@ -52,6 +52,7 @@ class Seat:
     request: Request
     pages: PageList
     order: int
+    prompt: Prompt | None  # the caller's prefilled prompt, should the request have to come back
 
 
 def make_pool(model: Decoder, settings: EngineSettings, longest_draft: int) -> KVPool:
@@ -81,6 +82,13 @@ class Engine:
         self.method.check(model.spec.layers)
         self.longest = self.method.speculation.longest
         self.pool = pool or make_pool(model, settings, self.longest)
+        for name, mine, theirs in (
+            ("page_size", settings.page_size, self.pool.page_size),
+            ("dtype", settings.dtype, self.pool.k.dtype),
+            ("dtype", settings.dtype, model.embed.dtype),
+        ):
+            if mine != theirs:
+                raise ValueError(f"settings.{name} is {mine}, the pool or the model has {theirs}; make them equal")
         self.waiting: deque[tuple[Request, Prompt | None]] = deque()
         self.seats: list[Seat | None] = [None] * settings.slots
         self.passes: list[PassRecord] = []
@@ -190,7 +198,7 @@ class Engine:
         seat = self.seats[slot]
         assert seat is not None, f"slot {slot} is empty"
         self._empty(slot)
-        self.waiting.appendleft((seat.request, None))
+        self.waiting.appendleft((seat.request, seat.prompt))
         self.preemptions += 1
 
     def close(self) -> None:
@@ -221,18 +229,17 @@ class Engine:
 
     def _admit(self, slot: int, request: Request, prompt: Prompt | None) -> None:
         """Put a request into an empty slot. Raises OutOfPages, and then changes nothing."""
-        if prompt is None or request.output_ids:
-            ids = request.prompt_ids + request.output_ids[:-1]  # a preempted request comes back with its answer so far
-            prompt = prefill(self.model, self.pool, ids, self.settings.prefill_chunk)
-            pages = prompt.pages
-        else:
-            pages = self.pool.fork(prompt.pages, prompt.length)
+        shared, ids = prompt, request.prompt_ids + request.output_ids[:-1]  # a preempted one has an answer already
+        pages = PageList() if prompt is None else self.pool.fork(prompt.pages, prompt.length)
+        if prompt is None or len(ids) > prompt.length:
+            done = 0 if prompt is None else prompt.length
+            prompt = prefill(self.model, self.pool, ids, self.settings.prefill_chunk, pages, done)
         if not request.output_ids:
             request.append([self._first_token(request, prompt)])
         if request.finished:
             self.pool.release(pages)
             return
-        self.seats[slot] = Seat(request, pages, self._admitted)
+        self.seats[slot] = Seat(request, pages, self._admitted, shared)
         self._admitted += 1
         self._seat_state(slot, request)
         self._map_pages(slot, 0)
@@ -309,12 +316,14 @@ class Engine:
             assert seat is not None, f"slot {slot} verified without a request"
             taken = seat.request.append(tokens)
             counts.append(taken)
-            # Drafts past the end of a request have no right answer: they count neither as drafted nor as accepted.
-            seat.request.rounds.append((min(drafted, taken), min(accepted, taken)))
             if seat.request.finished:
+                # Drafts past the end of a request have no right answer: they are counted in no way.
+                seat.request.rounds.append((min(drafted, taken), min(accepted, taken)))
                 finished.append(seat.request)
                 self._empty(slot)
-            elif accepted < drafted:
+                continue
+            seat.request.rounds.append((drafted, accepted))
+            if accepted < drafted:
                 self.pool.truncate(seat.pages, seat.request.length - 1)
         return counts
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aspire.attention import MixedAttention, ScoreProbe
-from aspire.cache.pages import PageList
+from aspire.cache.pages import OutOfPages, PageList
 from aspire.cache.pool import KVPool
 from aspire.kernels.attention import Rows
 from aspire.model.decoder import Decoder
@@ -38,13 +38,22 @@ def one_row(pool: KVPool, pages: PageList, start: int, stop: int) -> Rows:
 
 
 @torch.no_grad()
-def prefill(model: Decoder, pool: KVPool, ids: list[int], chunk: int) -> Prompt:
-    """Run a prompt of at least one token through the model. Raises OutOfPages when the pool is full."""
-    pages = PageList()
-    pool.allocator.reserve(pages, len(ids))
+def prefill(
+    model: Decoder, pool: KVPool, ids: list[int], chunk: int, pages: PageList | None = None, done: int = 0
+) -> Prompt:
+    """Run a prompt of at least one token through the model, from token `done` on: `pages` hold those before it.
+
+    Raises OutOfPages when the pool is full, and then has released `pages`.
+    """
+    pages = pages or PageList()
+    try:
+        pool.allocator.reserve(pages, len(ids))
+    except OutOfPages:
+        pool.release(pages)
+        raise
     tokens = torch.tensor(ids, device=pool.k.device)
     kept: list[list[Tensor]] = [[] for _ in range(model.spec.layers)]
-    for start in range(0, len(ids), chunk):
+    for start in range(done, len(ids), chunk):
         stop = min(start + chunk, len(ids))
         rows = one_row(pool, pages, start, stop)
         first_kept = max(0, len(ids) - KEPT_QUERIES - start)  # windows may straddle chunks

@@ -126,7 +126,7 @@ def calibration_key(entry: Entry, session: Session) -> calibrate.Key:
     return {
         "device": device_name(session.settings.device), "model": entry.config["model"]["name"],
         "dtype": entry.config["model"]["dtype"], "batch": entry.config["batch"], "engine": engine,
-        "selection": f"{type(selection).__name__}/{selection.scope}/{selection.block}",
+        "selection": repr(selection), "verification": entry.config["verification"]["mode"], "torch": torch.__version__,
         "refresh": {name: list(value) for name, value in asdict(entry.method.refresh).items()},
         "prompt_tokens": max(p.length for p in session.prompts),
     }  # fmt: skip

@@ -51,15 +51,15 @@ EVIDENCE_NAMES = {
 }
 PAPER = published_column("ASPIRE arXiv 2609.17943")
 ON_CPU = (
-    "On a CPU the matrix products with the weights dominate a pass, so attending to fewer tokens saves little: "
-    "acceptance, tokens per round and exactness carry over to a GPU, speed does not. A speed-up below 1 is "
-    "expected and printed as measured."
+    "On a CPU arithmetic is not free: a verify of d + 1 tokens costs much more than a pass of one, and a draft saves "
+    "only its share of attention. Acceptance, tokens per round and exactness carry over to a GPU, speed does not. A "
+    "speed-up below 1 is expected and printed as measured."
 )
 GROUP = ["benchmark", "batch", "seed", "run"]
 SMALL, TINY = 5.5, 4.6  # points
 LINE = 0.103  # inches a line of SMALL text takes
 MARKER: dict[str, Any] = {"marker": "D", "linestyle": "", "ms": 2.6, "mfc": "white", "mec": "black", "mew": 0.5}
-KINDS = {"D": ("draft", "#88CCEE"), "V": ("verify", "#882255"), "P": ("prefill", "#DDCC77"), ".": ("idle", "#EEEEEE")}
+KINDS = {"D": ("draft", "#88CCEE"), "V": ("verify", "#882255"), ".": ("idle", "#EEEEEE")}
 STYLE = {
     "font.family": "DejaVu Sans",  # ships with matplotlib, so that every machine draws the same letters
     "pdf.fonttype": 42,
@@ -186,7 +186,7 @@ def _handles(table: pd.DataFrame, methods: list[str]) -> list[Any]:
 
 
 def read_passes(path: Path | str) -> list[dict[str, Any]]:
-    """The recorded passes: kinds (one letter a slot: D draft, V verify, P prefill, . idle), ms, tokens committed."""
+    """The recorded passes: kinds (one letter a slot: D draft, V verify, . idle), ms, tokens committed."""
     passes = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     for number, one in enumerate(passes, start=1):
         if not set(one["kinds"]) <= set(KINDS):

@@ -66,7 +66,7 @@ def conclude(entry: Entry, out: Path) -> Record:
     lines = [request_line(r) for r in window.requests]
     record = measured_record(entry, name, lines)
     (out / name).mkdir(parents=True, exist_ok=True)
-    passes = ({"kinds": p.kinds, "ms": round(1e3 * p.seconds, 3), "tokens": p.tokens} for p in window.passes)
+    passes = ({"kinds": p.kinds, "ms": round(1e3 * p.seconds, 3), "tokens": p.committed} for p in window.passes)
     (out / name / PASSES).write_text("".join(json.dumps(p) + "\n" for p in passes))
     write_record(out / name, record, lines)
     return record
@@ -91,12 +91,13 @@ def measured_record(entry: Entry, name: str, lines: list[RequestLine]) -> Record
     efficiency = hbm_efficiency(entry, session) if device.startswith("cuda") else None
     tokens, metrics = summarise(lines, timing, tpot_ms(lines, times), max(peaks, default=None), efficiency)
     calibration = None if entry.calibration is None else asdict(entry.calibration)
+    protocol = config["protocol"] | ({"source": session.provenance} if session.provenance else {})
     return Record(
         cell_id=name, status="ok",
         cell=entry.cell.model_copy(update={"acceptance": session.verification.acceptance_mark}),
         environment=environment(device), config=config, workload=workload_of(session),
         sampling=SamplingUsed(**config["sampling"], seed=config["seed"], verification=config["verification"]["mode"]),
-        protocol=config["protocol"], tokens=tokens, timing=timing, metrics=metrics, calibration=calibration,
+        protocol=protocol, tokens=tokens, timing=timing, metrics=metrics, calibration=calibration,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import hydra
 from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from experiments.compare import run_comparison
@@ -34,14 +35,7 @@ def run(configs: list[Config], out: Path) -> list[Record]:
     return records
 
 
-SETTLED = (
-    "resume",
-    "overwrite",
-    "output_dir",
-    "run_id",
-    "engine",
-    "tracking",
-)  # may differ between a run and its resumption
+SETTLED = {"resume", "overwrite", "output_dir", "run_id", "engine", "tracking"}  # a resumption may differ in these
 
 
 def resumable(configs: list[Config], out: Path) -> list[Record]:
@@ -74,8 +68,10 @@ def task(config: DictConfig) -> None:
     """One Hydra job. Errors of a cell are in its record; errors of the set-up stop the job with one line."""
     hydra_config = HydraConfig.get()
     out = Path(hydra_config.runtime.output_dir)
+    swept = hydra_config.mode == RunMode.MULTIRUN
+    run_id = Path(hydra_config.sweep.dir).name if swept else out.name  # the cells of a sweep are one run
     try:
-        configs = configs_of(config, list(hydra_config.overrides.task), out.name if out.name else str(out))
+        configs = configs_of(config, list(hydra_config.overrides.task), run_id)
         run(configs, out)
     except ValueError as error:
         refuse(error)

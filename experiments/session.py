@@ -39,6 +39,7 @@ class Session:
     pool: KVPool
     prompts: list[Prompt]
     prefill_s: float
+    provenance: dict[str, Any] | None  # where a downloaded benchmark came from: path, resolved revision, rows
 
     def request(self, number: int) -> tuple[Request, Prompt]:
         """The number-th request of an endless supply: items in turn, replays with a seed of their own."""
@@ -131,7 +132,8 @@ def open_session(config: Config, longest_draft: int) -> Session:
     start = time.perf_counter()
     prompts = [prefill(model, pool, list(item.prompt_ids), settings.prefill_chunk) for item in items]
     seconds = time.perf_counter() - start
-    return Session(config, model, items, settings, verification, sampling, pool, prompts, seconds)
+    provenance = source.provenance() if hasattr(source, "provenance") else None
+    return Session(config, model, items, settings, verification, sampling, pool, prompts, seconds, provenance)
 
 
 def engine_settings(config: Config, model: Decoder, longest: int) -> EngineSettings:

@@ -367,7 +367,7 @@ LOCKSTEP = [m for m in METHODS[1:] if m.speculation.lockstep]
 
 @pytest.mark.parametrize("method", LOCKSTEP, ids=lambda m: m.name)
 def test_a34_lockstep_stays_in_step_when_slots_are_refilled(method: Method) -> None:
-    """A34, DESIGN 3: with equal fixed draft lengths no pass is mixed, though requests leave and enter."""
+    """A34: with equal fixed draft lengths no pass is mixed, though requests leave and enter."""
     engine, batch = engine_for("llama", method, 3), mixed_batch()
     engine.generate(batch)
     assert {p.kind for p in engine.passes} == {"draft", "verify"}
@@ -375,7 +375,7 @@ def test_a34_lockstep_stays_in_step_when_slots_are_refilled(method: Method) -> N
 
 @pytest.mark.parametrize("method", LOCKSTEP, ids=lambda m: m.name)
 def test_a34_lockstep_holds_a_late_joiner_back(method: Method) -> None:
-    """A34, DESIGN 3: a request submitted in mid-round waits for the barrier, so that no later pass is mixed."""
+    """A34: a request submitted in mid-round waits for the barrier, so that no later pass is mixed."""
     engine, (early, late) = engine_for("llama", method, 2), requests(PROMPTS[:2])
     engine.submit(early)
     engine.step()

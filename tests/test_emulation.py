@@ -29,7 +29,7 @@ def accepted(how: Emulation, rounds: int, longest: int = LONGEST) -> torch.Tenso
 
 
 def test_hetero_has_the_papers_spread() -> None:
-    """MEASURING 1: over 256 requests and 20 drafts the mean accepted length runs from 2.56 to 20 with mean 11.51."""
+    """Over 256 requests and 20 drafts the mean accepted length runs from 2.56 to 20 with mean 11.51."""
     means = accepted(Emulation("hetero"), 60).double().mean(0)
     assert means.mean() == pytest.approx(11.51, abs=0.6)
     assert 1.5 < means.min() < 4.5
@@ -37,7 +37,7 @@ def test_hetero_has_the_papers_spread() -> None:
 
 
 def test_hetero_without_the_walk_is_the_table() -> None:
-    """MEASURING 1: the spread between requests alone, without fluctuation within them."""
+    """The spread between requests alone, without fluctuation within them."""
     means = accepted(Emulation("hetero", sigma=0.0), 60).double().mean(0)
     assert means.mean() == pytest.approx(11.51, abs=0.6)
     assert means.min() == pytest.approx(2.56, abs=0.8)
@@ -45,7 +45,7 @@ def test_hetero_without_the_walk_is_the_table() -> None:
 
 
 def test_hetero_walks_within_a_request() -> None:
-    """MEASURING 1: neighbouring rounds of a request are alike, distant ones less; the mean stays where it was."""
+    """Neighbouring rounds of a request are alike, distant ones less; the mean stays where it was."""
     how = Emulation("hetero", rho=0.8, sigma=0.6)
     seed = torch.arange(REQUESTS) * 7919 + 1
     alphas = torch.stack([how.alphas(seed, torch.full_like(seed, n)) for n in range(80)])
@@ -60,7 +60,7 @@ def test_hetero_walks_within_a_request() -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9, 1.0])
 def test_iid_accepts_at_its_rate(alpha: float) -> None:
-    """MEASURING 1: each draft stands with probability alpha: the mean is alpha (1 - alpha^20) / (1 - alpha)."""
+    """Each draft stands with probability alpha: the mean is alpha (1 - alpha^20) / (1 - alpha)."""
     counts = accepted(Emulation("iid", alpha=alpha), 40).double()
     expected = sum(alpha**j for j in range(1, LONGEST + 1))
     assert counts.mean() == pytest.approx(expected, abs=4 * float(counts.std()) / counts.numel() ** 0.5 + 1e-9)
@@ -69,7 +69,7 @@ def test_iid_accepts_at_its_rate(alpha: float) -> None:
 
 
 def test_the_mark_names_the_profile() -> None:
-    """MEASURING 1: a record can never pass for measured."""
+    """A record can never pass for measured."""
     assert Verification().acceptance_mark == "measured"
     assert Verification(emulation=Emulation("iid", alpha=0.8)).acceptance_mark == "emulated:iid(0.8)"
     assert Verification(emulation=Emulation()).acceptance_mark == "emulated:hetero(0.8,0.3)"

@@ -1,4 +1,4 @@
-"""Gate 5.4: would the gates notice? Each bug is planted by replacing one function; the named check must fail on it.
+"""Would the gates notice? Each bug is planted by replacing one function; the named check must fail on it.
 
 Every check is first run on the healthy engine, where it must hold.
 """
@@ -140,7 +140,7 @@ PLANTED = [
 def test_planted_bug_is_caught(
     plant: Callable[[pytest.MonkeyPatch], None], check: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gate 5.4: the check holds on the healthy engine and fails on the planted one."""
+    """The check holds on the healthy engine and fails on the planted one."""
     assert check(), f"{check.__name__} fails on the healthy engine"
     plant(monkeypatch)
     assert not check(), f"{check.__name__} did not notice {plant.__name__}"

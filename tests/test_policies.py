@@ -101,7 +101,7 @@ def test_closed_form_follows_the_cost_model() -> None:
 
 @pytest.mark.parametrize("layers, fraction", [(28, 0.103), (36, 0.096), (32, 0.099)])
 def test_draft_reads_include_the_dense_layer(layers: int, fraction: float) -> None:
-    """METHODS 1.7: rho (N-1)/N + 1/N of the context."""
+    """Rho (N-1)/N + 1/N of the context."""
     kv = CostModel(0, 0, 1, layers, 1).draft_kv(torch.tensor(7000.0), torch.tensor(100_000.0))
     assert float(kv) / 100_000 == pytest.approx(fraction, abs=5e-4)
 
@@ -125,7 +125,7 @@ def test_start_sets_one_slot_only() -> None:
 
 
 def test_certain_acceptance_needs_no_guard() -> None:
-    """METHODS 5.1: at alpha = 1 the expectation is gamma + 1, and the longest draft is best; at 0 none is."""
+    """At alpha = 1 the expectation is gamma + 1, and the longest draft is best; at 0 none is."""
     assert expected_tokens(torch.tensor([1.0, 0.0]), 4).tolist() == [[1, 2, 3, 4, 5], [1, 1, 1, 1, 1]]
     state = batch(alpha=[1.0, 0.0], length=[1000], block_count=[[100, 100]], tail_start=[1000])
     assert ClosedForm(cost=UNIT).best_length(state).tolist() == [16, 0]
@@ -153,7 +153,7 @@ def test_closed_form_verifies_when_the_best_length_is_reached() -> None:
 
 
 def test_stepped_rule() -> None:
-    """METHODS 0: gamma + 1 after full acceptance, else max(1, accepted + 1), within 1 .. longest; only who verified."""
+    """Gamma + 1 after full acceptance, else max(1, accepted + 1), within 1 .. longest; only who verified."""
     policy = Stepped(longest=8)
     state = batch(target=[3, 8, 5, 5, 5], active=[True] * 4 + [False])
     assert verdict(policy, state, [3, 8, 5, 5, 5], [3, 8, 0, 3, 5]).target.tolist() == [4, 8, 1, 4, 5]
@@ -202,13 +202,13 @@ def scores_for(selection: Selection, length: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("context, pages", [(16_000, 70), (80_000, 350), (100_000, 438), (512, 32), (100, 32), (1, 32)])
 def test_aspire_budget(context: int, pages: int) -> None:
-    """METHODS 1.4: 16k -> 1000 pages -> 70 pages; 80-100k -> 350-438; never below 32 pages."""
+    """16k -> 1000 pages -> 70 pages; 80-100k -> 350-438; never below 32 pages."""
     assert ASPIRE.budget(ints(context)).tolist() == [pages]
     assert ASPIRE.capacity(context) == pages
 
 
 def test_aspire_reads_seventy_pages_with_the_last_eight() -> None:
-    """METHODS 1.4: at 16,000 tokens 62 chosen pages and the last 8, 1120 tokens; the chosen ones score highest."""
+    """At 16,000 tokens 62 chosen pages and the last 8, 1120 tokens; the chosen ones score highest."""
     scores = scores_for(ASPIRE, 16_000)
     chosen = ASPIRE.select(scores, ints(16_000), ints(16_000))
     assert chosen.tail_start.tolist() == [992 * 16] and chosen.count.tolist() == [[62]]
@@ -229,7 +229,7 @@ def test_first_page_past_the_budget_is_left_out_whole(length: int, left_out: int
 
 
 def test_vegas_budget_is_in_tokens_and_leaves_the_verify_window_out() -> None:
-    """METHODS 2.1: 7 % of the context, at least 256 tokens, from up to the first verify query; later ones on top."""
+    """7 % of the context, at least 256 tokens, from up to the first verify query; later ones on top."""
     assert VEGAS.budget(ints(10_000, 1000, 100)).tolist() == [700, 256, 256]
     chosen = VEGAS.select(scores_for(VEGAS, 10_004), ints(9_997), ints(10_000))
     assert chosen.blocks.shape[0] == 2 and chosen.count.tolist() == [[700], [700]]
@@ -238,7 +238,7 @@ def test_vegas_budget_is_in_tokens_and_leaves_the_verify_window_out() -> None:
 
 
 def test_sparsespec_budget_holds_the_recent_tokens() -> None:
-    """METHODS 4: the last accepted + 1 tokens count inside the budget; a set a KV head and layer."""
+    """The last accepted + 1 tokens count inside the budget; a set a KV head and layer."""
     chosen = SPARSESPEC.select(scores_for(SPARSESPEC, 20_003), ints(19_995), ints(20_000))
     assert SPARSESPEC.budget(ints(20_000)).tolist() == [1400]
     assert chosen.count.tolist() == [[1395]] * 4 and chosen.tail_start.tolist() == [19_995]
@@ -280,7 +280,7 @@ def test_any_budget_is_kept(
 
 @pytest.mark.parametrize("ratio", ["0.05", "0.07", "0.1"])
 def test_budget_is_the_exact_ceiling(ratio: str) -> None:
-    """METHODS 1.4: ceil(rho * pages) of the decimal ratio, not of its rounded product."""
+    """Ceil(rho * pages) of the decimal ratio, not of its rounded product."""
     pages = torch.arange(1, 8193)
     got = replace(ASPIRE, ratio=float(ratio)).budget(pages * 16)
     assert got.tolist() == [max(32, ceil(Fraction(ratio) * p)) for p in pages.tolist()]
@@ -300,7 +300,7 @@ def test_window_reads_exactly_its_width(sinks: int, ratio: float) -> None:
 
 @pytest.mark.parametrize("length", [5, 32, 33, 60, 64, 65, 257, 3000])
 def test_snapkv_takes_the_best_pooled_tokens_of_each_head(length: int) -> None:
-    """METHODS 3.1: budget - 32 tokens by the mean of 5 neighbours, and the last 32; what is generated later on top."""
+    """Budget - 32 tokens by the mean of 5 neighbours, and the last 32; what is generated later on top."""
     snap = SnapKV(ratio=0.07, floor=64)
     scores = scores_for(snap, length)
     chosen = snap.select(scores, ints(length), ints(length + 1))

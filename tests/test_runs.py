@@ -49,7 +49,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_method_of_the_figure_leaves_a_sound_record(comparison: Path) -> None:
-    """Acceptance 6: summaries recomputed from requests.jsonl equal the record exactly, for every method."""
+    """Summaries recomputed from requests.jsonl equal the record exactly, for every method."""
     folders = find_records(comparison)
     records = {r.cell.method: r for r in map(read_record, folders)}
     assert {m: r.error for m, r in records.items()} == dict.fromkeys(METHODS)
@@ -64,7 +64,7 @@ def test_every_method_of_the_figure_leaves_a_sound_record(comparison: Path) -> N
 
 
 def test_asynchronous_methods_mix_rows_and_lockstep_ones_do_not(comparison: Path) -> None:
-    """DESIGN: with equal fixed draft lengths no pass is mixed, also when slots are refilled; staggered ones mix."""
+    """With equal fixed draft lengths no pass is mixed, also when slots are refilled; staggered ones mix."""
     mixed = {}
     for folder in find_records(comparison):
         kinds = [json.loads(line)["kinds"] for line in (folder / "passes.jsonl").read_text().splitlines()]
@@ -74,8 +74,45 @@ def test_asynchronous_methods_mix_rows_and_lockstep_ones_do_not(comparison: Path
     assert mixed["sparsespec"] > 0 and mixed["aspire_fsm"] > 0
 
 
+def test_every_draft_of_a_round_is_counted(comparison: Path) -> None:
+    """Drafted counts the D rows of the window, save those of open rounds and those past a request's end."""
+    for folder in find_records(comparison):
+        passes = [json.loads(line) for line in (folder / "passes.jsonl").read_text().splitlines()]
+        record = read_record(folder)
+        lines = read_requests(folder)
+        rows = sum(one["kinds"].count("D") for one in passes)
+        longest = 16  # drafts that a request's last round, or one that the window cut, may hold beyond those counted
+        assert rows - longest * (len(lines) + record.cell.batch) <= record.tokens.drafted <= rows
+        refusing = [r for line in lines for r in line.rounds[:-1] if r[1] < r[0]]
+        if record.cell.method in ("vegas", "aspire_fixed", "magicdec_stream"):
+            fixed = {"vegas": 6, "aspire_fixed": 5, "magicdec_stream": 4}[record.cell.method]
+            assert refusing and all(drafted == fixed for line in lines for drafted, _ in line.rounds[:-1])
+        assert sum(one["tokens"] for one in passes) == record.tokens.committed
+
+
+def test_the_seed_changes_prompts_and_noise(tmp_path: Path) -> None:
+    """`seed` reaches the benchmark and the sampling of every request."""
+    one, two = (run(configs(tmp_path, ["autoregressive"], f"seed={seed}"), tmp_path / str(seed))[0] for seed in (1, 2))
+    assert one.workload.data_hash != two.workload.data_hash
+    seeds = [[x.seed for x in read_requests(tmp_path / str(s) / r.cell_id)] for s, r in ((1, one), (2, two))]
+    assert not set(seeds[0]) & set(seeds[1])
+
+
+def test_a_pool_with_room_for_one_slot_preempts_and_still_finishes(tmp_path: Path) -> None:
+    """The prefilled prompts stay shared when a request is preempted, so a small pool costs time, not the cell."""
+    (full,) = run(configs(tmp_path, ["vegas"], "verification=coupled"), tmp_path / "full")
+    pages = full.config["engine"]["pages"] - 3
+    (tight,) = run(configs(tmp_path, ["vegas"], "verification=coupled", f"engine.pages={pages}"), tmp_path / "tight")
+    assert tight.error is None
+    texts = [
+        {x.id: x.output_ids[:10] for x in read_requests(tmp_path / name / full.cell_id)[:2]}
+        for name in ("full", "tight")
+    ]
+    assert texts[0] == texts[1]
+
+
 def test_a_calibrated_method_records_its_cost_model(comparison: Path) -> None:
-    """Item 4: rank, coefficients and MAPE are in the record, the file is on disk and is used again."""
+    """Rank, coefficients and MAPE are in the record, the file is on disk and is used again."""
     record = read_record(next(f for f in find_records(comparison) if read_record(f).cell.method == "aspire"))
     assert record.calibration is not None and record.calibration["rank"] == 3
     assert all(record.calibration["cost"][k] >= 0 for k in ("model", "mlp", "attn"))
@@ -96,7 +133,7 @@ def test_a_calibration_of_another_machine_is_refused(comparison: Path, tmp_path:
 
 
 def test_emulated_acceptance_is_marked(tmp_path: Path) -> None:
-    """MEASURING 1: shapes evidence with drawn acceptance says so in its cell."""
+    """Shapes evidence with drawn acceptance says so in its cell."""
     (record,) = run(configs(tmp_path, ["vegas"], "acceptance=iid", "acceptance.alpha=0.8"), tmp_path / "cells")
     assert (record.cell.evidence, record.cell.acceptance) == ("shapes", "emulated:iid(0.8)")
     assert 0.3 < record.metrics.acceptance_rate < 0.95
@@ -254,7 +291,7 @@ selection:
 
 
 def test_a_reader_adds_a_method_in_two_small_files(tmp_path: Path) -> None:
-    """Acceptance 10: a policy of at most 20 lines and a YAML, nothing else touched; it runs from the command line."""
+    """A policy of at most 20 lines and a YAML, nothing else touched; it runs from the command line."""
     assert len(POLICY.splitlines()) <= 20
     for folder in ("aspire", "baselines", "experiments", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -74,20 +74,9 @@ class Rows:
         table = self.page_table.expand(*positions.shape[:-1], -1)
         return table.gather(-1, positions // self.page_size) * self.page_size + positions % self.page_size
 
-    def bias(self, heads_per_kv: int) -> Tensor | None:
-        """Additive mask [R, 1 or Hkv, W * group, L], None where every key is real and every row one query wide."""
-        return self._bias(heads_per_kv)
-
     @cached_property
-    def _biases(self) -> dict[int, Tensor | None]:
-        return {}
-
-    def _bias(self, group: int) -> Tensor | None:
-        if group not in self._biases:
-            self._biases[group] = self._make_bias(group)
-        return self._biases[group]
-
-    def _make_bias(self, group: int) -> Tensor | None:
+    def bias(self) -> Tensor | None:
+        """Additive mask [R, 1 or Hkv, W, L], None where every key is real and every row one query wide."""
         positions, real = self.keys
         width = self.queries.shape[1]
         if width == 1 and bool(real.all()):
@@ -97,7 +86,6 @@ class Rows:
         )  # [R, W]
         seen = real[..., None, :] & (positions[..., None, :] <= at[..., None])  # [(Hkv,) R, W, L]
         bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
-        bias = bias.repeat_interleave(group, -2)
         return bias.transpose(0, 1) if bias.dim() == 4 else bias[:, None]
 
 
@@ -131,11 +119,11 @@ def mixed_attention_torch(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Row
     group = q.shape[1] // kv_heads
     index = rows.queries  # [R, W]
     r, w = index.shape
-    folded = q[index].view(r, w, kv_heads, group, dim).transpose(1, 2).reshape(r, kv_heads, w * group, dim)
+    folded = q[index].view(r, w, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(r, kv_heads, group * w, dim)
     keys, values = gather_keys(k_cache, rows.entries, "k"), gather_keys(v_cache, rows.entries, "v")
-    bias = rows.bias(group)
-    mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=None if bias is None else bias.to(q.dtype))
-    unfolded = mixed.view(r, kv_heads, w, group, dim).transpose(1, 2).reshape(r, w, -1, dim)
+    bias = None if rows.bias is None else rows.bias.to(q.dtype).repeat(1, 1, group, 1)
+    mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bias)
+    unfolded = mixed.view(r, kv_heads, group, w, dim).permute(0, 3, 1, 2, 4).reshape(r, w, -1, dim)
     out[index] = unfolded  # short rows write their last query again, with the same value
 
 
