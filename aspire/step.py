@@ -114,13 +114,15 @@ class Stepper:
             tokens = at.ids.gather(1, at.probs.argmax(1, keepdim=True))[:, 0]
             at = Filtered(at.ids, (at.ids == tokens[:, None]).float())
         else:
-            tokens = pick(at, state.seed[slots], self._draft_key(plan.position[rows] + 1, column), DRAFT_OR_TARGET)
+            tokens = pick(
+                at, state.seed[slots], self._draft_key(state, plan.position[rows] + 1, column), DRAFT_OR_TARGET
+            )
         state.draft_tokens[slots, column] = tokens
         if self.verification.mode == "rejection":
             state.q_ids[slots, column], state.q_probs[slots, column] = at.ids, at.probs
         state.drafted[slots] += 1
 
-    def _draft_key(self, position: Tensor, column: Tensor) -> Tensor:
+    def _draft_key(self, state: SlotState, position: Tensor, column: Tensor) -> Tensor:
         """What keys a draft's noise: its position, as for the target's pick, so that coupled picks agree.
 
         Rejection must not draw a position twice with the same noise: after a refusal it is drafted anew, from a
@@ -128,7 +130,7 @@ class Stepper:
         """
         if self.verification.mode != "rejection":
             return position
-        return position * self.method.speculation.longest + column
+        return position * state.longest_draft + column
 
     def _verify(self, plan: Plan, state: SlotState, target: Filtered) -> Verdict | None:
         """Judge the drafts of every verifying row; None if none verifies."""

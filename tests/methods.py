@@ -90,7 +90,7 @@ class Finite:
     """A model that fails at the first logit that is not finite."""
 
     def __init__(self, model: Decoder) -> None:
-        self.model, self.spec = model, model.spec
+        self.model, self.spec, self.embed = model, model.spec, model.embed
 
     def __call__(self, *args: Any) -> Tensor:
         return self.model(*args)

@@ -381,10 +381,10 @@ def test_loading_script_is_refused_with_the_alternative(tokenizer, tmp_path, no_
 @pytest.mark.parametrize("path", sorted((CONF / "benchmark").glob("*.yaml")), ids=lambda path: path.stem)
 def test_group_files_build_their_source(path):
     with initialize_config_dir(str(CONF.resolve()), version_base=None):
-        config = compose(overrides=[f"+benchmark={path.stem}"]).benchmark
-    assert set(config) == {"name", "label", "max_new_tokens", "source"} and config.name == path.stem
-    source = instantiate(config.source)
-    assert hash(source) == hash(instantiate(config.source))
+        config = compose(overrides=[f"+benchmark={path.stem}", "+seed=123"]).benchmark
+        assert set(config) == {"name", "label", "max_new_tokens", "source"} and config.name == path.stem
+        source = instantiate(config.source)
+        assert hash(source) == hash(instantiate(config.source))
 
 
 def test_local_file_can_replace_the_hub_on_the_command_line(tokenizer, tmp_path, no_network):
@@ -392,6 +392,8 @@ def test_local_file_can_replace_the_hub_on_the_command_line(tokenizer, tmp_path,
     overrides = ("path=json", "name=null", 'template="{context} Question: {question}"', f"data_files=['{path}']")
     overrides += ("expected_rows=8", "min_tokens=1", "requests=null", "answer_field=answer")
     with initialize_config_dir(str(CONF.resolve()), version_base=None):
-        config = compose(overrides=["+benchmark=longbench_16k", *(f"benchmark.source.{text}" for text in overrides)])
+        config = compose(
+            overrides=["+benchmark=longbench_16k", "+seed=123", *(f"benchmark.source.{text}" for text in overrides)]
+        )
     items = instantiate(config.benchmark.source).build(tokenizer, 4096, 64)
     assert len(items) == 8 and " Question: What is in {braces}?" in tokenizer.decode(items[0].prompt_ids)
