@@ -5,9 +5,6 @@ PROFILE ?= auto
 ARGS ?=
 PYTEST_ARGS ?=
 
-# Idle threads that spin slow the others down as soon as anything else runs on the machine.
-export OMP_WAIT_POLICY ?= PASSIVE
-
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet

@@ -6,7 +6,6 @@ Bars and tables read one frame (experiments/tables.py), so they cannot disagree.
 """
 
 import json
-import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from tueplots import figsizes, fontsizes
 
-from experiments.records import PASSES, find_records, pick, read_record
+from experiments.records import pick
 from experiments.tables import MARKS, RESULTS, Run, caption, frame, load, method_order, published_column
 
 # Paul Tol's "muted" scheme: told apart under every common colour blindness. The one place where a method gets a colour.
@@ -248,16 +247,3 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     for path in paths:
         figure.savefig(path, dpi=300, metadata=metadata[path.suffix])
     return paths
-
-
-def main(arguments: list[str]) -> None:
-    root, *cells = arguments or [str(RESULTS / "records")]
-    written = fig1(find_records(root))
-    if cells:
-        passes = {read_record(cell).label: read_passes(Path(cell) / PASSES) for cell in cells}
-        written += timeline(passes, RESULTS / "figures" / "timeline")
-    print(*written, sep="\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

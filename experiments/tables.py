@@ -4,7 +4,6 @@
 bytes. Records are never averaged together and failed cells are rows too.
 """
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from experiments import metrics
-from experiments.records import Record, RequestLine, find_records, pick, read_record, read_requests
+from experiments.records import Record, RequestLine, pick, read_record, read_requests
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 BASELINE = "autoregressive"
@@ -203,7 +202,7 @@ def write_tables(folders: Iterable[Path | str], out: Path = RESULTS / "tables") 
     table = frame(runs)
     shown = display(table)
     text = {
-        "md": f"{_piped(shown).to_markdown(index=False, disable_numparse=True)}\n\n{caption(runs)}\n",
+        "md": f"{_piped(shown).to_markdown(index=False, disable_numparse=True)}\n\n{caption(runs)}\n\n{beside()}\n",
         "csv": table.to_csv(index=False, float_format="%.6g", lineterminator="\n"),
         "tex": shown.to_latex(index=False, escape=True, caption=_escaped(caption(runs)), label="tab:fig1"),
     }
@@ -211,6 +210,17 @@ def write_tables(folders: Iterable[Path | str], out: Path = RESULTS / "tables") 
     for suffix, content in text.items():
         (out / f"fig1.{suffix}").write_text(content, encoding="utf-8")
     return [out / f"fig1.{suffix}" for suffix in text]
+
+
+def beside(folder: Path = RESULTS / "paper") -> str:
+    """The ASPIRE paper's own speed-ups, model by model: shapes may be compared, numbers of other machines not."""
+    paper = pd.read_csv(folder / "fig1_speedups.csv")
+    order = list(dict.fromkeys(paper["paper_workload"]))
+    wide = paper.pivot_table(index=["paper_model", "paper_method"], columns="paper_workload", values="speedup")
+    shown = wide[order].reset_index().map(lambda x: x if isinstance(x, str) else "–" if pd.isna(x) else f"{x:.2f}")
+    return (
+        f"Published decode speed-ups ({paper['paper'][0]}):\n\n{shown.to_markdown(index=False, disable_numparse=True)}"
+    )
 
 
 def _piped(table: pd.DataFrame) -> pd.DataFrame:
@@ -221,8 +231,3 @@ def _piped(table: pd.DataFrame) -> pd.DataFrame:
 def _escaped(text: str) -> str:
     """pandas escapes the cells for LaTeX but not the caption."""
     return "".join("\\" + letter if letter in "_%&#$" else letter for letter in text)
-
-
-if __name__ == "__main__":
-    for path in write_tables(find_records(sys.argv[1] if len(sys.argv) > 1 else RESULTS / "records")):
-        print(path)
