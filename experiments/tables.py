@@ -1,6 +1,6 @@
 """How fast was every method on every workload, and why? One row a record, beside the published numbers.
 
-`python -m experiments.tables results/records` rewrites results/tables/fig1.{md,csv,tex}: the same records give the same
+`python -m experiments.redraw` rewrites results/tables/fig1.{md,csv,tex}: the same records give the same
 bytes. Records are never averaged together and failed cells are rows too.
 """
 
