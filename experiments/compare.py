@@ -9,6 +9,7 @@ import itertools
 import json
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def run_comparison(configs: list[Config], out: Path, report: Report = tqdm.write
 def measure(entries: list[Entry], config: Config, report: Report) -> None:
     """Prefill, calibrate, warm up, then the timed windows, interleaved."""
     methods = [entry.method for entry in entries if entry.method is not None]
-    session = open_session(config, max(16, *(m.speculation.longest for m in methods)))
+    session = open_session(config, max(m.speculation.longest for m in methods))
     report(f"{len(session.items)} prompts prefilled in {session.prefill_s:.1f} s")
     repeats = config["protocol"]["repeats"]
     with tqdm(total=len(entries) * (1 + repeats), desc="cells", unit="window") as bar:
@@ -110,11 +111,11 @@ def prepare(entry: Entry, session: Session, report: Report) -> None:
 
 def warm_up(session: Session, method: Method, passes: int) -> list[PassRecord]:
     """Run some passes with full slots and forget the requests."""
-    engine, supply = make_engine(session, method), itertools.count()
-    for _ in range(passes):
-        fill(engine, session, supply, [])
-        engine.step()
-    engine.close()
+    supply = itertools.count()
+    with closing(make_engine(session, method)) as engine:
+        for _ in range(passes):
+            fill(engine, session, supply, [])
+            engine.step()
     return engine.passes
 
 
@@ -156,20 +157,29 @@ def calibration_for(entry: Entry, session: Session, report: Report) -> calibrate
 def run_window(session: Session, entry: Entry) -> Window:
     """One timed window, from full slots to `window_tokens` committed tokens (or, draining, to the last request)."""
     assert entry.method is not None
-    protocol, device = session.config["protocol"], session.settings.device
-    drain = protocol["replay"] == "drain"
-    engine = make_engine(session, entry.method)
+    drain, device = session.config["protocol"]["replay"] == "drain", session.settings.device
     supply = iter(range(len(session.items))) if drain else itertools.count()
-    requests: list[Request] = []
-    window = Window(requests, engine.passes, 0.0, 0.0)
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
-    fill(engine, session, supply, requests)
-    window.prefill_s = engine.prefill_seconds
-    synchronise(device)
-    start, committed = engine.clock(), 0
-    while drain or committed < protocol["window_tokens"]:
-        fill(engine, session, supply, requests)
+    with closing(make_engine(session, entry.method)) as engine:
+        window = Window([], engine.passes)
+        fill(engine, session, supply, window.requests)
+        admitted = engine.prefill_seconds
+        synchronise(device)
+        start = engine.clock()
+        run_until_full(engine, session, supply, window, None if drain else session.config["protocol"]["window_tokens"])
+        synchronise(device)
+        window.seconds = engine.clock() - start - (engine.prefill_seconds - admitted)
+    if device.startswith("cuda"):
+        window.peak_gib = torch.cuda.max_memory_allocated() / 2**30
+    return window
+
+
+def run_until_full(engine: Engine, session: Session, supply: Iterator[int], window: Window, tokens: int | None) -> None:
+    """Step until `tokens` are committed (None: until nothing is left), noting each request's decode seconds."""
+    committed = 0
+    while tokens is None or committed < tokens:
+        fill(engine, session, supply, window.requests)
         if not engine.busy:
             break
         seated = [seat.request.id for seat in engine.seats if seat]
@@ -177,13 +187,6 @@ def run_window(session: Session, entry: Entry) -> Window:
         committed += engine.passes[-1].committed
         for name in seated:
             window.decode_s[name] = window.decode_s.get(name, 0.0) + engine.passes[-1].seconds
-    synchronise(device)
-    window.seconds = engine.clock() - start - (engine.prefill_seconds - window.prefill_s)
-    window.prefill_s = engine.prefill_seconds
-    if device.startswith("cuda"):
-        window.peak_gib = torch.cuda.max_memory_allocated() / 2**30
-    engine.close()
-    return window
 
 
 def fill(engine: Engine, session: Session, supply: Iterator[int], requests: list[Request]) -> None:

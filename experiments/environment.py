@@ -82,7 +82,8 @@ def driver() -> str | None:
 
 
 def environment(device: str) -> Environment:
-    status = git("status", "--porcelain", "--untracked-files=no")
+    # Redrawn results do not make a run's code another one.
+    status = git("status", "--porcelain", "--untracked-files=no", "--", ":!results")
     return Environment(
         device=device_name(device), driver=driver() if device.startswith("cuda") else None,
         torch=torch.__version__, triton=installed("triton"), transformers=installed("transformers"),

@@ -36,8 +36,7 @@ class Window:
 
     requests: list[Request]
     passes: list[PassRecord]
-    seconds: float
-    prefill_s: float
+    seconds: float = 0.0
     decode_s: dict[str, float] = field(default_factory=dict)  # of each request, while it held a slot
     peak_gib: float | None = None
 

@@ -22,8 +22,10 @@ from aspire.request import Request
 from aspire.settings import EngineSettings, Sampling
 from aspire.verify import Emulation, Verification
 from experiments.benchmarks import Item, request_seed
+from experiments.config import nearest
 
 Config = dict[str, Any]
+CHOICES = {"protocol.replay": ("cyclic", "drain"), "model.weights": ("real", "random")}
 
 
 @dataclass
@@ -57,7 +59,14 @@ class Session:
 
 
 def resolve(config: Config) -> Config:
-    """Put what `auto` and null stand for into the config, so that the record shows it. Raises ValueError."""
+    """Put what `auto` and null stand for into the config, so that the record shows it.
+
+    Raises ValueError for a word that is none of its options, or a GPU that is not there.
+    """
+    for path, options in CHOICES.items():
+        section, key = path.split(".")
+        if config[section][key] not in options:
+            raise ValueError(f"{path} is {config[section][key]!r}{nearest(str(config[section][key]), list(options))}")
     engine = dict(config["engine"])
     if engine["device"] == "auto":
         engine["device"] = "cuda" if torch.cuda.is_available() else "cpu"

@@ -213,6 +213,7 @@ def test_overrides_of_every_group_are_accepted() -> None:
         (["model.weights=real", "model.path=/nowhere/model"], ["/nowhere/model"]),
         (["method.speculation.longest=-1", "method=vegas"], ["draft length"]),
         (["verification=greedy"], ["greedy", "temperature"]),
+        (["protocol.replay=drian"], ["protocol.replay", "'drian'", "'drain'"]),
         (["batch=0"], ["slots"]),
         (["comparison.methods=[autoregressive,vegs]"], ["vegs", "vegas"]),
     ],
