@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 from tueplots import figsizes, fontsizes
 
 from experiments.records import pick
@@ -167,7 +168,8 @@ def _bar(ax: Axes, x: float, step: float, one: pd.Series, top: float) -> None:
         reach = paper + 0.03 * top if reach - 0.03 * top < paper < reach + 0.27 * top else reach
     if pd.notna(one["decode tok/s"]):
         text = f"{one['decode tok/s']:,.0f}" if one["decode tok/s"] >= 100 else f"{one['decode tok/s']:.1f}"
-        ax.text(x, reach + 0.025 * top, text, rotation=90, ha="center", va="bottom", fontsize=TINY)
+        label = ax.text(x, reach + 0.025 * top, text, rotation=90, ha="center", va="bottom", fontsize=TINY, zorder=4)
+        label.set_path_effects([withStroke(linewidth=1.5, foreground="white")])  # legible across the line at 1.0
 
 
 def _handles(table: pd.DataFrame, methods: list[str]) -> list[Any]:
