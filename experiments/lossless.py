@@ -5,7 +5,9 @@ SmolLM2 in fp32, prompts of real text from 20 to 2,000 tokens, several batch siz
 """
 
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -15,9 +17,8 @@ from tqdm import tqdm
 
 from aspire.engine import Engine, make_pool
 from aspire.model import load
-from aspire.model.decoder import Decoder
 from aspire.model.tokenizer import load_tokenizer
-from aspire.policies import CostModel, Fixed, Method
+from aspire.policies import CostModel, Method
 from aspire.prefill import Prompt, prefill
 from aspire.request import Request
 from aspire.settings import EngineSettings, Sampling
@@ -28,6 +29,8 @@ from experiments.config import CONF, for_method, plain, refuse, register
 from experiments.fig1 import METHODS
 from experiments.session import make_method
 
+Texts = list[list[int]]  # output ids of every prompt
+MODES = ("greedy", "coupled")
 SHORTEST, LONGEST = 20, 2000
 SAMPLED = Sampling(0.7, 50, 0.9, seed=123)
 # Whatever the lengths, the text must not change; these make the closed form draft, also on a CPU.
@@ -51,9 +54,7 @@ def prompts(count: int) -> list[list[int]]:
     return [list(item.prompt_ids)[:n] for item, n in zip(items, steps, strict=True)]
 
 
-def texts(
-    engine: Engine, ids: list[list[int]], kept: list[Prompt], new_tokens: int, sampling: Sampling
-) -> list[list[int]]:
+def texts(engine: Engine, ids: list[list[int]], kept: list[Prompt], new_tokens: int, sampling: Sampling) -> Texts:
     """Output ids of every prompt, each with its own seed."""
     requests = [
         Request(str(i), x, replace(sampling, seed=sampling.seed + i), new_tokens, engine.model.spec.end_ids)
@@ -66,32 +67,41 @@ def texts(
     return [r.output_ids for r in requests]
 
 
-def mismatches(
-    model: Decoder, ids: list[list[int]], new_tokens: int, batches: list[int]
-) -> dict[tuple[str, str, int], int]:
-    """Requests whose ids differ from the reference, by (method, mode, batch)."""
-    made = methods()
+def outputs(mode: str, ids: list[list[int]], new_tokens: int, batches: list[int]) -> dict[tuple[str, int], Texts]:
+    """The texts of every method at every batch size; runs in a process of its own, on one thread."""
+    torch.set_num_threads(1)
+    model, made, sampling = load("embedded"), methods(), Sampling() if mode == "greedy" else SAMPLED
     longest = max(m.speculation.longest for m in made)
-    settings = EngineSettings(max(batches), LONGEST + new_tokens)
     pages = sum(-(-len(x) // 16) for x in ids) + max(batches) * (2 + (new_tokens + longest) // 16)
-    pool = make_pool(model, replace(settings, pages=pages), longest)
+    settings = EngineSettings(max(batches), LONGEST + new_tokens, pages=pages)
+    pool = make_pool(model, settings, longest)
     kept = [prefill(model, pool, x, settings.prefill_chunk) for x in ids]
-    hf = oracle.huggingface_model()
-    greedy = [oracle.generate(hf, [x], new_tokens, model.spec.end_ids)[0] for x in tqdm(ids, "Hugging Face")]
-    sampled: list[list[int]] | None = None
-    counts = {}
-    for mode, sampling in (("greedy", Sampling()), ("coupled", SAMPLED)):
-        for batch in batches:
-            for method in tqdm(made, f"{mode}, batch {batch}"):
-                engine = Engine(model, replace(settings, slots=batch), method, Verification(mode), pool)
-                out = texts(engine, ids, kept, new_tokens, sampling)
-                if mode == "coupled" and sampled is None:
-                    assert method.speculation == Fixed(0), "autoregressive comes first"
-                    sampled = out
-                wanted = greedy if mode == "greedy" else sampled
-                assert wanted is not None
-                counts[method.name, mode, batch] = sum(a != b for a, b in zip(out, wanted, strict=True))
-    return counts
+    found = {}
+    runs = [(method, batch) for batch in batches for method in made]
+    for method, batch in tqdm(runs, mode, position=MODES.index(mode)):
+        engine = Engine(model, replace(settings, slots=batch), method, Verification(mode), pool)
+        found[method.name, batch] = texts(engine, ids, kept, new_tokens, sampling)
+    return found
+
+
+def mismatches(ids: list[list[int]], new_tokens: int, batches: list[int]) -> dict[tuple[str, str, int], int]:
+    """Requests whose ids differ from the reference, by (method, mode, batch).
+
+    The reference of greedy text is Hugging Face, that of coupled text autoregressive decoding at the first batch size.
+    """
+    with ProcessPoolExecutor(len(MODES), get_context("spawn")) as processes:
+        jobs = {mode: processes.submit(outputs, mode, ids, new_tokens, batches) for mode in MODES}
+        found = {mode: job.result() for mode, job in jobs.items()}
+    hf, end_ids = oracle.huggingface_model(), load("embedded").spec.end_ids
+    wanted = {
+        "greedy": [oracle.generate(hf, [x], new_tokens, end_ids)[0] for x in tqdm(ids, "Hugging Face")],
+        "coupled": found["coupled"][METHODS[0], batches[0]],
+    }
+    return {
+        (method, mode, batch): sum(a != b for a, b in zip(out, wanted[mode], strict=True))
+        for mode in MODES
+        for (method, batch), out in found[mode].items()
+    }
 
 
 def show(counts: dict[tuple[str, str, int], int], batches: list[int], requests: int) -> None:
@@ -99,11 +109,11 @@ def show(counts: dict[tuple[str, str, int], int], batches: list[int], requests: 
         title=f"requests out of {requests} whose ids differ (greedy: from Hugging Face, coupled: from autoregressive)"
     )
     table.add_column("method")
-    for mode in ("greedy", "coupled"):
+    for mode in MODES:
         for batch in batches:
             table.add_column(f"{mode} B={batch}", justify="right")
     for method in dict.fromkeys(name for name, _, _ in counts):
-        row = [str(counts[method, mode, batch]) for mode in ("greedy", "coupled") for batch in batches]
+        row = [str(counts[method, mode, batch]) for mode in MODES for batch in batches]
         table.add_row(method, *row)
     Console(width=120).print(table)
 
@@ -120,8 +130,7 @@ def main(arguments: list[str]) -> int:
         int(own["new_tokens"]),
         [int(b) for b in own["batches"].split(",")],
     )
-    torch.set_num_threads(2)
-    counts = mismatches(load("embedded"), prompts(count), new_tokens, batches)
+    counts = mismatches(prompts(count), new_tokens, batches)
     show(counts, batches, count)
     total = sum(counts.values())
     print(f"{total} mismatches in {len(counts) * count} texts of up to {new_tokens} tokens")
