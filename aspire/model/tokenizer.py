@@ -36,15 +36,15 @@ def load_tokenizer(source: str | Path) -> "PreTrainedTokenizerFast":
     return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(path, local_files_only=True))
 
 
-def prompt_ids(tokenizer: "PreTrainedTokenizerFast", prompt: str | list[dict[str, str]]) -> list[int]:
-    """Ids of a plain text, or of chat messages with the opening of the answer.
+def prompt_ids(tokenizer: "PreTrainedTokenizerFast", prompt: str | list[dict[str, str]], **template: Any) -> list[int]:
+    """Ids of a plain text, or of chat messages with the opening of the answer; `template` is handed to the template.
 
     The template brings its own special tokens, so its text must not be tokenised with special tokens once more.
     """
     if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(tokenizer(prompt, verbose=False)["input_ids"])
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **template)
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _from_gguf(path: Path) -> "PreTrainedTokenizerFast":

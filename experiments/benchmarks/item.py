@@ -6,11 +6,12 @@ tokenizer asks for and no others, and is only ever shortened inside its document
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+
+from aspire.model.tokenizer import prompt_ids
 
 # Tokens that can vanish where the document meets the template around it.
 _MERGE_SLACK = 8
@@ -33,14 +34,9 @@ class Item:
     original_tokens: int
 
 
-def _ids(encoded: Any) -> list[int]:
-    """Token ids of whatever a tokenizer returned: transformers 5 answers with a BatchEncoding, 4 with a list."""
-    return list(encoded["input_ids"] if isinstance(encoded, Mapping) else encoded)
-
-
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     """Tokens of a bare text, without special tokens."""
-    return len(_ids(tokenizer(text, add_special_tokens=False, verbose=False)))
+    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def encode_chat(
@@ -53,12 +49,12 @@ def encode_chat(
     templates that know `enable_thinking`; None leaves the template's own default.
     """
     if tokenizer.chat_template is None:
-        return _ids(tokenizer("\n\n".join(filter(None, (system, user_text))), verbose=False))
+        return prompt_ids(tokenizer, "\n\n".join(filter(None, (system, user_text))))
     messages = [{"role": "user", "content": user_text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     options = {} if thinking is None else {"enable_thinking": thinking}
-    return _ids(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **options))
+    return prompt_ids(tokenizer, messages, **options)
 
 
 def answer_part(text: str) -> str | None:
