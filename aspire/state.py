@@ -65,10 +65,6 @@ class SlotState:
         )  # fmt: skip
 
     @property
-    def slots(self) -> int:
-        return self.active.shape[0]
-
-    @property
     def longest_draft(self) -> int:
         return self.draft_tokens.shape[1]
 

@@ -171,7 +171,7 @@ def make_pool(model: Decoder, settings: EngineSettings, items: list[Item], answe
             f"the prompts and one slot need {prompts + own} pages of {size} tokens, engine.pages is {pages}; raise it, "
             f"or lower benchmark.source.requests or the prompt length"
         )
-    needed = 2 * spec.layers * pages * size * spec.kv_heads * spec.head_dim * settings.dtype.itemsize
+    needed = pages * size * spec.kv_bytes_per_token(settings.dtype)
     available = free_bytes(settings.device)
     if needed > available:
         raise ValueError(
