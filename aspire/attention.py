@@ -1,164 +1,223 @@
 """What does a layer of one pass attend to? Dense rows, selected rows, dense layers while drafting, and probes.
 
-`MixedAttention` is the `attend` that the model calls: it writes the pass's keys and values into the pool, runs each
-group of rows over its keys and, where a probe asks, hands the layer's queries on.
+`MixedAttention` is the `attend` that the model calls: it writes the pass's keys and values into the pool, runs the rows
+over their keys and, where a probe asks, turns what they looked at into scores. Every slot has its row, of width 0 where
+it is empty, so that shapes depend on sizes a host knows and on nothing else.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from aspire.cache.pool import KVPool
-from aspire.kernels.attention import BlockSet, Rows, mixed_attention
-from aspire.kernels.kv import write_kv
-from aspire.kernels.scores import probe_scores
+from aspire.kernels.attention import BlockSet, Rows, Taps, budget, mixed_attention, query_tile, tuning
+from aspire.kernels.blocks import resolve
+from aspire.kernels.heads import Heads, store_heads
+from aspire.kernels.jit import wanted
+from aspire.kernels.scores import probe_scores, reduce_scores
+from aspire.kernels.work import Work, plan_work
+from aspire.model.spec import ModelSpec
 from aspire.policies.method import Method
 from aspire.policies.selection import Probe
 from aspire.state import SlotState
 
-Watch = Callable[[int, Tensor], None]  # (layer, rotated queries [T, Hq, D])
-
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows of one decode pass, in slot order.
+    """The rows of one decode pass, one a slot.
 
-    slots [R] int64; verify [R] bool, the others draft; start, width, position [R] int64 as in `Rows`.
+    verify, draft [B] bool; start, width, position [B] int64 as in `Rows`; T tokens, the last of them padding where a
+    pass is launched with more than its rows feed; widest: no row is wider.
     """
 
-    slots: Tensor
     verify: Tensor
+    draft: Tensor
     start: Tensor
     width: Tensor
     position: Tensor
+    tokens: int
+    widest: int
 
     @classmethod
-    def of(cls, state: SlotState, verify: Tensor) -> "Plan":
-        """Rows of the active slots; verify [B] bool says which of them verify."""
-        slots = state.active.nonzero()[:, 0]
-        drafted, length, verifies = state.drafted[slots], state.length[slots], verify[slots]
-        width = torch.where(verifies, drafted + 1, 1)
-        position = length - 1 + torch.where(verifies, 0, drafted)
-        return cls(slots, verifies, width.cumsum(0) - width, width, position)
+    def of(cls, state: SlotState, verify: Tensor, tokens: int | None = None, widest: int | None = None) -> "Plan":
+        """Rows of the active slots; verify [B] bool says which of them verify. None = count, which waits for them."""
+        verify, draft = state.active & verify, state.active & ~verify
+        width = torch.where(verify, state.drafted + 1, draft.long())
+        position = state.length - 1 + torch.where(verify, 0, state.drafted)
+        if tokens is None or widest is None:
+            tokens, widest = int(width.sum()), int(width.max())
+        return cls(verify, draft, width.cumsum(0) - width, width, position.clamp(min=0), tokens, widest)
 
     @cached_property
     def row_of_token(self) -> Tensor:
-        """[T] int64"""
-        index = torch.arange(self.slots.shape[0], device=self.slots.device)
-        return index.repeat_interleave(self.width)
+        """Of a padding token some row or other.  # [T] int64"""
+        index = torch.arange(self.tokens, device=self.start.device)
+        return torch.searchsorted(self.start + self.width, index, right=True).clamp(max=len(self.start) - 1)
+
+    @cached_property
+    def real(self) -> Tensor:
+        """Which tokens are no padding.  # [T] bool"""
+        return torch.arange(self.tokens, device=self.start.device) < self.start[-1] + self.width[-1]
 
     @cached_property
     def positions(self) -> Tensor:
-        """[T] int64"""
-        offset = torch.arange(self.row_of_token.shape[0], device=self.slots.device)
-        return (self.position - self.start)[self.row_of_token] + offset
+        """0 for padding.  # [T] int64"""
+        offset = torch.arange(self.tokens, device=self.start.device)
+        return torch.where(self.real, (self.position - self.start)[self.row_of_token] + offset, 0)
 
-    def rows(self, page_table: Tensor, page_size: int, chosen: Tensor, selection: BlockSet | None = None) -> Rows:
-        """The rows numbered `chosen` [R'], dense or over `selection`; page_table [B, P]."""
-        table = page_table[self.slots[chosen]]
-        return Rows(self.start[chosen], self.width[chosen], self.position[chosen], table, page_size, selection)
+    @cached_property
+    def index(self) -> Tensor:
+        """Token of each query of each row, the last one repeated.  # [B, W]"""
+        columns = torch.arange(self.widest, device=self.start.device)
+        last = (self.start + self.width - 1).clamp(min=0)
+        return torch.minimum(self.start[:, None] + columns, last[:, None])
 
 
-class RowGroups:
+class PassRows:
     """Which rows read what in each layer of a decode pass."""
 
-    def __init__(
-        self, plan: Plan, state: SlotState, method: Method, layers: int, kv_heads: int, page_size: int
-    ) -> None:
-        self.plan, self.state, self.page_size, self.kv_heads = plan, state, page_size, kv_heads
-        self.scope = method.selection.scope
-        self.dense_layers = frozenset(method.refresh.dense_layers(layers))
-        self.verifying = plan.verify.nonzero()[:, 0]
-        self.drafting = (~plan.verify).nonzero()[:, 0]
+    def __init__(self, plan: Plan, state: SlotState, method: Method, spec: ModelSpec, page_size: int, drafts: bool):
+        """drafts: whether any row may draft; without it every layer is dense."""
+        self.plan, self.state, self.spec, self.page_size = plan, state, spec, page_size
+        self.scope, self.drafts = method.selection.scope, drafts
+        self.dense_layers = frozenset(method.refresh.dense_layers(spec.layers))
+        self.on_gpu = wanted(state.length)
 
     def __call__(self, layer: int) -> list[Rows]:
-        if layer in self.dense_layers or not len(self.drafting):
-            return [self.all_rows]
-        drafts = self.shared_drafts if self.scope == "request" else self.draft_rows(layer)
-        return [self.verify_rows, drafts] if len(self.verifying) else [drafts]
-
-    def dense(self, chosen: Tensor) -> Rows:
-        return self.plan.rows(self.state.page_table, self.page_size, chosen)
+        if layer in self.dense_layers or not self.drafts:
+            return [self.dense]
+        return self.shared if self.scope == "request" else self.chosen(layer)
 
     @cached_property
-    def all_rows(self) -> Rows:
-        return self.dense(torch.arange(self.plan.slots.shape[0], device=self.plan.slots.device))
+    def dense(self) -> Rows:
+        plan, work = self.plan, self._plan(None)[0] if self.on_gpu else None
+        table = self.state.page_table
+        return Rows(plan.start, plan.width, plan.position, table, self.page_size, widest=plan.widest, work=work)
 
     @cached_property
-    def verify_rows(self) -> Rows:
-        return self.dense(self.verifying)
+    def shared(self) -> list[Rows]:
+        return self.chosen(0)
+
+    def chosen(self, layer: int) -> list[Rows]:
+        """The rows of a layer in which draft rows read their selection."""
+        state, plan = self.state, self.plan
+        heads = self.spec.kv_heads
+        at: int | slice = 0
+        if self.scope != "request":
+            at = layer if self.scope == "layer" else slice(layer * heads, (layer + 1) * heads)
+        units = self.units[at] if self.on_gpu else None
+        sets = BlockSet(state.blocks[at], state.block_count[at], state.tail_start, state.block_tokens, units)
+        rows = (plan.start, plan.width, plan.position, state.page_table, self.page_size, sets)
+        if self.on_gpu:
+            return [Rows(*rows, plan.draft, plan.widest, self.works[0 if self.scope == "request" else layer])]
+        drafts = Rows(*rows).some(plan.draft.nonzero()[:, 0], True)
+        return [self.verifying, drafts] if bool(plan.verify.any()) else [drafts]
 
     @cached_property
-    def shared_drafts(self) -> Rows:
-        return self.draft_rows(0)
+    def verifying(self) -> Rows:
+        """The verify rows alone: for the twin, which gathers keys, kinds are better apart."""
+        return self.dense.some(self.plan.verify.nonzero()[:, 0], False)
 
-    def draft_rows(self, layer: int) -> Rows:
-        slots, state = self.plan.slots[self.drafting], self.state
-        if self.scope == "kv_head":
-            scope = slice(layer * self.kv_heads, (layer + 1) * self.kv_heads)
-            blocks, count = state.blocks[scope, slots], state.block_count[scope, slots]
-        else:
-            scope_index = layer if self.scope == "layer" else 0
-            blocks, count = state.blocks[scope_index, slots], state.block_count[scope_index, slots]
-        chosen = BlockSet(blocks, count, state.tail_start[slots], state.block_tokens)
-        return self.plan.rows(state.page_table, self.page_size, self.drafting, chosen)
+    @cached_property
+    def units(self) -> Tensor:
+        """Pool entries of every scope's blocks."""
+        state = self.state
+        return resolve(
+            state.blocks, state.block_count, state.page_table, self.plan.draft, state.block_tokens, self.page_size
+        )
+
+    @cached_property
+    def works(self) -> list[Work]:
+        """A split for each layer's selection, in one launch."""
+        return self._plan(self.state.block_count)
+
+    def _plan(self, count: Tensor | None) -> list[Work]:
+        plan, spec = self.plan, self.spec
+        tune = tuning(query_tile(plan.widest, spec.heads // spec.kv_heads), spec.head_dim, count is None)
+        pieces = budget(tune, plan.width.device, spec.kv_heads)
+        if count is None:
+            return plan_work(plan.width, plan.position, tune.tile, pieces)
+        return plan_work(
+            plan.width, plan.position, tune.tile, pieces, plan.draft, count, self.state.tail_start,
+            self.state.block_tokens, spec.kv_heads if self.scope == "kv_head" else 1,
+        )  # fmt: skip
 
 
-@dataclass
 class ScoreProbe:
     """Collects the scores that a selection asked for, layer by layer, during one pass.
 
-    rows: the probed rows, dense; queries, counts [R, Q] as in kernels/scores.py.
+    scores [S, B, L] fp32, scopes in layer order, written for the probed rows only.
     """
 
-    pool: KVPool
-    rows: Rows
-    queries: Tensor
-    counts: Tensor
-    layers: frozenset[int]
-    heads: str
-    collected: list[Tensor] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, pool: KVPool, rows: Rows, probe: Probe, layers: int) -> "ScoreProbe":
-        """Queries of decode rows: the first and the last, or all; a row one query wide gives that one."""
-        if probe.queries == "all":
-            queries = rows.queries
-            counts = torch.arange(queries.shape[1], device=queries.device) < rows.width[:, None]
+    def __init__(self, pool: KVPool, plan: Plan, dense: Rows, probe: Probe, spec: ModelSpec, chosen: Tensor) -> None:
+        """chosen [B] bool: the rows to probe. Of each the first query and the last, or all of them."""
+        self.pool, self.rows, self.heads, self.spec = pool, dense, probe.heads, spec
+        self.chosen, self.every = chosen, probe.queries == "all"
+        if self.every:
+            self.queries = plan.index
+            counts = torch.arange(plan.widest, device=chosen.device) < plan.width[:, None]
         else:
-            queries = torch.stack([rows.start, rows.start + rows.width - 1], 1)
-            counts = torch.stack([torch.ones_like(rows.width, dtype=torch.bool), rows.width > 1], 1)
-        return cls(pool, rows, queries, counts, frozenset(probe.at(layers)), probe.heads)
+            self.queries = plan.index[:, :1]
+            counts = plan.width[:, None] > 0
+            if plan.widest > 1:
+                self.queries = torch.stack([plan.start, (plan.start + plan.width - 1).clamp(min=0)], 1)
+                counts = torch.stack([plan.width > 0, plan.width > 1], 1)
+        self.counts = counts & chosen[:, None]
+        self.at = plan.position[:, None] + self.queries - plan.start[:, None]
+        self.slice = spec.kv_heads if probe.heads == "group_mean" else 1
+        self.layers = probe.at(spec.layers)
+        on_gpu = wanted(chosen)
+        length = dense.page_table.shape[1] * dense.page_size if on_gpu else int((plan.position + plan.width).max())
+        shape = (len(self.layers) * self.slice, len(chosen), length)
+        self.scores = torch.empty(shape, device=chosen.device)
+        self.taps: Taps | None = None
+        if on_gpu:
+            # fp16 keeps a logit to three digits and a half, at half of the traffic; fp32 models keep all.
+            kind = torch.float32 if pool.k.dtype == torch.float32 else torch.float16
+            logits = torch.empty(*self.queries.shape, spec.heads, length, dtype=kind, device=chosen.device)
+            lse = torch.empty(plan.tokens, spec.heads, device=chosen.device)
+            self.taps = Taps(chosen, self.every, logits, lse)
 
-    def __call__(self, layer: int, q: Tensor) -> None:
-        if layer in self.layers:
-            self.collected.append(probe_scores(q, self.pool.k[layer], self.rows, self.queries, self.counts, self.heads))
+    def taps_of(self, layer: int) -> Taps | None:
+        return self.taps if layer in self.layers else None
 
-    @property
-    def scores(self) -> Tensor:
-        """[S, R, L] fp32, scopes in layer order."""
-        return torch.cat(self.collected)
+    def collect(self, layer: int, q: Tensor) -> None:
+        """Scores of a layer that has just been read; q [T, Hq, D]."""
+        if layer not in self.layers:
+            return
+        first = self.layers.index(layer) * self.slice
+        out = self.scores[first : first + self.slice]
+        if self.taps is not None:
+            reduce_scores(
+                self.taps.logits, self.taps.lse, self.queries, self.at, self.counts, self.spec.kv_heads, self.heads, out
+            )
+            return
+        probed = self.chosen.nonzero()[:, 0]  # the twin reads the keys again: only where it must
+        rows = self.rows.some(probed, False)
+        part = probe_scores(q, self.pool.k[layer], rows, self.queries[probed], self.counts[probed], self.heads)
+        out[:, probed, : part.shape[2]] = part
 
 
 class MixedAttention:
     """Attention of one pass over the pool; called by the model once a layer, in layer order."""
 
     def __init__(
-        self, pool: KVPool, entries: Tensor, groups: Callable[[int], list[Rows]], watch: Watch | None = None
+        self, pool: KVPool, entries: Tensor, groups: Callable[[int], list[Rows]], probe: ScoreProbe | None = None
     ) -> None:
-        """entries [T]: where each token's keys and values go."""
-        self.pool, self.entries, self.groups, self.watch = pool, entries, groups, watch
+        """entries [T]: where each token's keys and values go, -1 = nowhere."""
+        self.pool, self.entries, self.groups, self.probe = pool, entries, groups, probe
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D], rotated -> [T, Hq, D]"""
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
+        """The layer's projected heads of all tokens -> [T, Hq, D]"""
         k_cache, v_cache = self.pool.k[layer], self.pool.v[layer]
-        write_kv(k_cache, v_cache, self.entries, k, v)
+        q = store_heads(heads, k_cache, v_cache, self.entries)
         out = torch.empty_like(q)
+        taps = None if self.probe is None else self.probe.taps_of(layer)
         for rows in self.groups(layer):
-            mixed_attention(q, k_cache, v_cache, rows, out)
-        if self.watch is not None:
-            self.watch(layer, q)
+            mixed_attention(q, k_cache, v_cache, rows, out, taps)
+        if self.probe is not None:
+            self.probe.collect(layer, q)
         return out

@@ -13,6 +13,7 @@ import torch
 
 from aspire.cache.pages import OutOfPages, PageList
 from aspire.cache.pool import KVPool
+from aspire.graphs import Flight, Landing, Launcher, masked
 from aspire.kernels.noise import DRAFT_OR_TARGET, RESIDUAL
 from aspire.model.decoder import Decoder
 from aspire.policies.method import Method
@@ -21,7 +22,7 @@ from aspire.request import Request
 from aspire.sampling import filter_logits, pick
 from aspire.settings import EngineSettings
 from aspire.state import SlotState
-from aspire.step import StepOutput, Stepper, write_selection
+from aspire.step import Ahead, Shape, StepOutput, Stepper
 from aspire.verify import Verification
 
 
@@ -29,7 +30,8 @@ from aspire.verify import Verification
 class PassRecord:
     """One pass as it happened. kinds: a letter a slot, D draft, V verify, '.' empty.
 
-    tokens fed, kv_tokens read per layer (see StepOutput), seconds on the engine's clock, committed tokens.
+    tokens fed, kv_tokens read per layer (see StepOutput), seconds (see graphs.Landing), committed tokens, gap: seconds
+    a GPU had nothing to do before the pass.
     """
 
     kinds: str
@@ -37,6 +39,7 @@ class PassRecord:
     kv_tokens: float
     seconds: float
     committed: int
+    gap: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -96,8 +99,11 @@ class Engine:
         self.preemptions = 0
         self._admitted = 0
         self._candidates = 0
+        self._opened_for = 0
+        self._flight: Flight | None = None
         self.state: SlotState
         self.stepper: Stepper
+        self.launcher: Launcher
 
     def generate(self, requests: Iterable[Request]) -> list[Request]:
         """Run requests to their end; returns them in the order given."""
@@ -155,17 +161,64 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.waiting) or any(self.seats)
 
+    @property
+    def graph_misses(self) -> int:
+        """Passes that had to wait for their capture."""
+        graphs = self.launcher.graphs
+        return 0 if graphs is None else graphs.misses
+
     def step(self) -> list[Request]:
-        """Fill empty slots, run one pass, retire what finished; returns the finished requests."""
-        finished = self.fill_slots()
-        if not any(self.seats):
-            return finished
-        self._reserve()
-        start = self.clock()
-        self.state, out = self.stepper.step(self.state)
+        """Fill empty slots, run one pass, retire what finished; returns the finished requests.
+
+        On a GPU the next pass is launched before this one's tokens are handed out, unless a request ends with them.
+        """
+        finished: list[Request] = []
+        if self._flight is None:
+            finished = self.fill_slots()
+            if not any(self.seats):
+                return finished
+            self._reserve()
+            self.launcher.rest()
+            self._launch(Ahead(*self.stepper.decide(self.state).tolist()))
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        landing = self.launcher.land(flight)
+        out = StepOutput.read(landing.report)
+        if self.launcher.on_gpu and not self.settings.poison and not self._ends(out) and self._reserve_ahead(out):
+            self._launch(out.ahead)
         committed = sum(self._commit(out, finished))
-        self.passes.append(self._record(out, committed, self.clock() - start))
+        self.passes.append(self._record(out, committed, landing))
         return finished
+
+    def _launch(self, ahead: Ahead) -> None:
+        shape = ahead.shape
+        if self.launcher.on_gpu:
+            shape = self.stepper.padded(shape, self.settings.slots)
+        self._flight = self.launcher.launch(shape, ahead.tokens)
+
+    def _ends(self, out: StepOutput) -> bool:
+        """Whether a request ends with this step, or might: then it must leave its slot before the next pass."""
+        for slot, tokens in zip(out.slots, out.tokens, strict=True):
+            seat = self.seats[slot]
+            assert seat is not None, f"slot {slot} ran without a request"
+            if tokens and seat.request.may_end_with(tokens):
+                return True
+        return bool(self.waiting) and not all(self.seats)
+
+    def prepare(self) -> None:
+        """Capture the passes that this method can come to, so that none waits for it later; does nothing on a CPU."""
+        if self.launcher.graphs is None:
+            return
+        slots, longest = self.settings.slots, self.longest
+        wanted = [Shape("draft", slots, 1)] if longest else []
+        widths = range(1, longest + 2) if not self.method.speculation.lockstep else [longest + 1]
+        wanted += [Shape("verify", slots * w, w) for w in widths]
+        if not self.method.speculation.lockstep:
+            for w in widths:
+                wanted += [Shape("mixed", tokens, w) for tokens in range(slots + w - 1, slots * w + 1)]
+        for shape in dict.fromkeys(self.stepper.padded(s, slots) for s in wanted):
+            if shape not in self.launcher.graphs.captured:
+                self.launcher.graphs.capture(shape)
 
     def fill_slots(self) -> list[Request]:
         """Admit waiting requests while there is a slot and pages; returns those that their first token finished.
@@ -204,6 +257,9 @@ class Engine:
     def close(self) -> None:
         """Drop what still runs or waits and give its pages back; requests keep what they have committed."""
         self.waiting.clear()
+        if self._flight is not None:
+            self.launcher.land(self._flight)
+            self._flight = None
         for slot in self._by_age():
             self._empty(slot)
 
@@ -217,14 +273,22 @@ class Engine:
         )
 
     def _open(self) -> None:
-        """A fresh batch: device state sized for the waiting requests."""
+        """Device state sized for the waiting requests; the last batch's, cleared, if that fits."""
+        if self._opened_for == self._candidates:
+            return
+        self._opened_for = self._candidates
         spec, selection, s = self.model.spec, self.method.selection, self.settings
         longest = s.max_len + self.longest
-        self.stepper = Stepper(self.model, self.pool, self.method, self.verification, self._candidates)
-        self.state = SlotState.empty(
+        self.stepper = stepper = Stepper(self.model, self.pool, self.method, self.verification, self._candidates)
+        self.state = state = SlotState.empty(
             s.slots, -(-longest // s.page_size), self.longest, selection.scopes(spec.layers, spec.kv_heads),
             selection.capacity(longest), selection.block,
             self._candidates if self.verification.mode == "rejection" else 1, s.device,
+        )  # fmt: skip
+        captures = s.device.startswith("cuda") if s.graphs is None else s.graphs
+        self.launcher = Launcher(
+            lambda shape: stepper.step(state, shape), lambda: masked(state.active, state.verify), s.device, captures,
+            self.clock,
         )  # fmt: skip
 
     def _admit(self, slot: int, request: Request, prompt: Prompt | None) -> None:
@@ -245,7 +309,7 @@ class Engine:
         self._map_pages(slot, 0)
         if self.method.refresh.due("prefill"):
             self._select_from_prompt(slot, prompt, request.length)
-        self.state = self.method.speculation.start(self.state, slot)
+        self.state.adopt(self.method.speculation.start(self.state, slot))
 
     def _first_token(self, request: Request, prompt: Prompt) -> int:
         """The token after the prompt, by the same rule and noise as every later token."""
@@ -265,10 +329,14 @@ class Engine:
         state.top_k[slot], state.top_p[slot] = s.top_k, s.top_p
 
     def _select_from_prompt(self, slot: int, prompt: Prompt, length: int) -> None:
-        selection = self.method.selection
+        selection, state = self.method.selection, self.state
         scores = None if selection.probe is None else prompt_scores(self.pool, prompt, selection.probe)
-        slots, seen, length_ = torch.tensor([[slot], [prompt.length], [length]], device=self.settings.device)
-        write_selection(self.state, slots, selection.select(scores, seen, length_))
+        seen, length_ = torch.tensor([[prompt.length], [length]], device=self.settings.device)
+        chosen = selection.select(scores, seen, length_)
+        width = min(chosen.blocks.shape[2], state.blocks.shape[2])
+        state.blocks[:, slot, :width] = chosen.blocks[:, 0, :width]
+        state.block_count[:, slot] = chosen.count[:, 0]
+        state.tail_start[slot] = chosen.tail_start[0]
 
     def _map_pages(self, slot: int, first: int) -> None:
         """Tell the device which pages a slot has, from logical page `first` on."""
@@ -288,6 +356,23 @@ class Engine:
                     break
                 except OutOfPages:
                     self._make_way(seat)
+
+    def _reserve_ahead(self, out: StepOutput) -> bool:
+        """Pages for the pass after `out`, whose tokens are not yet handed out; False if the pool is short."""
+        coming = dict(zip(out.slots, map(len, out.tokens), strict=True))
+        for slot, seat in enumerate(self.seats):
+            if seat is None:
+                continue
+            held = len(seat.pages.pages)
+            needed = seat.request.length + coming.get(slot, 0) + self.longest
+            if needed <= held * self.pool.page_size:
+                continue
+            try:
+                self.pool.allocator.reserve(seat.pages, needed)
+            except OutOfPages:
+                return False
+            self._map_pages(slot, held)
+        return True
 
     def _by_age(self) -> list[int]:
         """Occupied slots, the longest admitted first."""
@@ -324,7 +409,7 @@ class Engine:
                 continue
             seat.request.rounds.append((drafted, accepted))
             if accepted < drafted:
-                self.pool.truncate(seat.pages, seat.request.length - 1)
+                self.pool.forget(seat.pages, seat.request.length - 1)
         return counts
 
     def _empty(self, slot: int) -> None:
@@ -334,8 +419,8 @@ class Engine:
         self.seats[slot] = None
         self.state.clear(slot)
 
-    def _record(self, out: StepOutput, committed: int, seconds: float) -> PassRecord:
+    def _record(self, out: StepOutput, committed: int, landing: Landing) -> PassRecord:
         letters = ["."] * self.settings.slots
         for slot, verified in zip(out.slots, out.verified, strict=True):
             letters[slot] = "V" if verified else "D"
-        return PassRecord("".join(letters), out.width, out.kv_tokens, seconds, committed)
+        return PassRecord("".join(letters), landing.tokens, out.kv_tokens, landing.seconds, committed, landing.gap)

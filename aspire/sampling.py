@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aspire.kernels.noise import gumbel
+from aspire.kernels import filter as kernels
 
 
 @dataclass(frozen=True)
@@ -30,28 +30,26 @@ class Filtered:
 
 
 def filter_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, candidates: int) -> Filtered:
-    """Logits [R, V] fp32 -> what is sampled from. Rows at temperature 0 put everything on the argmax.
+    """Logits [R, V] fp32 or bf16 -> what is sampled from. Rows at temperature 0 put everything on the argmax.
 
     temperature fp32, top_k int64, top_p fp32, all [R]; candidates K bounds every top_k of the batch.
     """
-    greedy = temperature == 0
-    values, ids = logits.topk(candidates, dim=-1)  # descending
-    rank = torch.arange(candidates, device=logits.device)
-    keep = (rank < top_k[:, None]) | (top_k[:, None] == 0)
-    scaled = (values / torch.where(greedy, 1.0, temperature)[:, None]).masked_fill(~keep, float("-inf"))
-    probs = scaled.softmax(-1)
-    before = probs.cumsum(-1) - probs  # mass of the better tokens; the first token is always kept
-    keep = keep & (before < top_p[:, None]) | (rank == 0)
-    probs = scaled.masked_fill(~keep, float("-inf")).softmax(-1)
-    # topk breaks ties in no fixed order, argmax takes the first: greedy decoding must not depend on topk.
-    first = rank == 0
-    ids = torch.where(greedy[:, None] & first, logits.argmax(-1, keepdim=True), ids)
-    probs = torch.where(greedy[:, None], first.float(), probs)
-    order = ids.sort(stable=True, dim=-1)
-    return Filtered(order.values, probs.gather(1, order.indices))
+    return Filtered(*kernels.filter_logits(logits, temperature, top_k, top_p, candidates))
 
 
 def pick(dist: Filtered, seed: Tensor, position: Tensor, purpose: int) -> Tensor:
     """One token a row: argmax(log p + Gumbel noise keyed by (seed, position, purpose, token)).  # [R]"""
-    noisy = dist.probs.log() + gumbel(seed, position, purpose, dist.ids)
-    return dist.ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
+    return kernels.pick_torch(dist.ids, dist.probs, seed, position, purpose)
+
+
+def filter_and_pick(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, candidates: int,
+    seed: Tensor, key: Tensor, purpose: int,
+) -> tuple[Filtered, Tensor]:  # fmt: skip
+    """`filter_logits`, and `pick` with noise keyed by (seed, key, purpose, token), in one launch on a GPU.
+
+    Tokens that are to agree (coupled drafts and targets) must all come from here or all from `pick`: on a GPU the two
+    may round a near tie differently.
+    """
+    ids, probs, picks = kernels.filter_and_pick(logits, temperature, top_k, top_p, candidates, seed, key, purpose)
+    return Filtered(ids, probs), picks

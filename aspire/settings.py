@@ -33,7 +33,8 @@ class EngineSettings:
 
     slots: requests that run at once. max_len: longest sequence of a request, prompt and answer, in tokens.
     pages: pages of the KV pool, None = enough for every slot at max_len. prefill_chunk: prompt tokens a
-    prefill pass takes. poison: fill rejected and freed KV entries with NaN, so that a stale read shows.
+    prefill pass takes. poison: fill rejected and freed KV entries with NaN, so that a stale read shows. graphs: launch
+    each pass as a CUDA graph, None = where there is a GPU.
     """
 
     slots: int
@@ -44,8 +45,11 @@ class EngineSettings:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     poison: bool = False
+    graphs: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.graphs and not self.device.startswith("cuda"):
+            raise ValueError(f"graphs need a GPU, device is {self.device}; leave graphs at None")
         for name in ("slots", "max_len", "page_size", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")

@@ -20,6 +20,7 @@ class SlotState:
     """The running batch on the device. `dataclasses.replace` makes a changed one; step.py alone writes in place."""
 
     active: Tensor  # [B] bool, holds a request
+    verify: Tensor  # [B] bool, verifies in the next pass; the other active slots draft
     length: Tensor  # [B] int64, committed tokens
     last_token: Tensor  # [B] int64, x[length - 1]
     drafted: Tensor  # [B] int64, drafts of the round under way
@@ -56,6 +57,7 @@ class SlotState:
         b, g = slots, longest_draft
         return cls(
             active=torch.zeros(b, dtype=torch.bool, device=device),
+            verify=torch.zeros(b, dtype=torch.bool, device=device),
             length=ints(b), last_token=ints(b), drafted=ints(b), draft_tokens=ints(b, g), room=ints(b),
             page_table=ints(b, pages), blocks=ints(scopes, b, capacity), block_count=ints(scopes, b),
             tail_start=ints(b),
@@ -71,6 +73,13 @@ class SlotState:
     def slot_dim(self, name: str) -> int:
         """Which dimension of a field counts slots."""
         return 1 if name in ("blocks", "block_count") else 0
+
+    def adopt(self, other: "SlotState") -> None:
+        """Take over what a policy changed, in place: a captured pass reads and writes these very tensors."""
+        for f in fields(self):
+            mine, theirs = getattr(self, f.name), getattr(other, f.name)
+            if mine is not theirs and isinstance(mine, Tensor):
+                mine.copy_(theirs)
 
     def clear(self, slot: int) -> None:
         """Forget the request of a slot: no draft, no selection, no estimate may outlive it."""

@@ -1,31 +1,60 @@
-"""What happens in one decode step on the device? plan -> forward -> verify -> commit -> refresh.
+"""What happens in one decode step on the device? plan -> forward -> verify -> commit -> refresh -> decide next.
 
-Nothing here looks at a request: the step reads and writes `SlotState` and the pool. Rollback is in `_commit`, alone.
+Nothing here looks at a request: the step reads and writes `SlotState` and the pool, in place. Its shapes follow from a
+`Shape` that the host knows before it starts, so the same code runs eagerly and inside a CUDA graph. Rollback is in
+`_commit`, alone.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from aspire.attention import MixedAttention, Plan, RowGroups, ScoreProbe
+from aspire.attention import MixedAttention, PassRows, Plan, ScoreProbe
 from aspire.cache.pool import KVPool
-from aspire.kernels.attention import Rows
+from aspire.kernels.attention import query_tile
+from aspire.kernels.blocks import count_below
 from aspire.kernels.noise import DRAFT_OR_TARGET
 from aspire.model.decoder import Decoder
 from aspire.policies.method import Method
 from aspire.policies.selection import Selected
 from aspire.policies.speculation import selected_tokens
-from aspire.sampling import Filtered, filter_logits, pick
+from aspire.sampling import Filtered, filter_and_pick
 from aspire.state import SlotState
 from aspire.verify import Drafts, Verdict, Verification, judge
+
+VERIFIED, DRAFTED, ACCEPTED, TOKENS = 0, 1, 2, 3  # columns of a report; verified is -1 for an empty slot
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a host must know of a pass to launch it: kind draft, verify or mixed, tokens with padding, widest row."""
+
+    kind: str
+    tokens: int
+    widest: int
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What the device has decided about the next pass: tokens to feed, widest row, verifying and active slots."""
+
+    tokens: int
+    widest: int
+    verifying: int
+    active: int
+
+    @property
+    def shape(self) -> Shape:
+        kind = "draft" if not self.verifying else "verify" if self.verifying == self.active else "mixed"
+        return Shape(kind, self.tokens, self.widest)
 
 
 @dataclass(frozen=True)
 class StepOutput:
     """What the host needs of a step, row by row: slot, verified, drafted, accepted, and the committed tokens.
 
-    tokens of a drafting row are empty. kv_tokens: KV tokens read per layer, on average; width: tokens fed.
+    tokens of a drafting row are empty. kv_tokens: KV tokens read per layer, on average. ahead: the next pass.
     """
 
     slots: list[int]
@@ -33,8 +62,20 @@ class StepOutput:
     drafted: list[int]
     accepted: list[int]
     tokens: list[list[int]]
-    width: int
     kv_tokens: float
+    ahead: Ahead
+
+    @classmethod
+    def read(cls, report: list[list[int]]) -> "StepOutput":
+        """From the rows of a report, see `Stepper._report`."""
+        *lines, last = report
+        rows = [(slot, line) for slot, line in enumerate(lines) if line[VERIFIED] >= 0]
+        return cls(
+            [slot for slot, _ in rows], [line[VERIFIED] == 1 for _, line in rows], [line[DRAFTED] for _, line in rows],
+            [line[ACCEPTED] for _, line in rows],
+            [line[TOKENS : TOKENS + 1 + line[ACCEPTED]] if line[VERIFIED] else [] for _, line in rows],
+            last[4] / 64, Ahead(*last[:4]),
+        )  # fmt: skip
 
 
 class Stepper:
@@ -50,77 +91,102 @@ class Stepper:
         self.dense_share = len(method.refresh.dense_layers(model.spec.layers)) / model.spec.layers
 
     @torch.no_grad()
-    def step(self, state: SlotState) -> tuple[SlotState, StepOutput]:
-        """One pass over all active slots (at least one)."""
-        plan = Plan.of(state, self.method.speculation.decide(state))
+    def step(self, state: SlotState, shape: Shape) -> Tensor:
+        """One pass over all active slots, as `decide` has planned it; returns its report."""
+        plan = Plan.of(state, state.verify, shape.tokens, shape.widest)
         kv_tokens = self._kv_tokens(plan, state)
-        drafted = state.drafted[plan.slots]
-        logits, probe = self._forward(plan, state)
-        target = self._filter(plan, state, logits)
-        self._append_drafts(plan, state, target)
-        verdict = self._verify(plan, state, target)
-        seen = state.length[plan.slots] + torch.where(plan.verify, 0, drafted)
-        state = self._commit(plan, state, verdict)
-        self._refresh(plan, state, probe, seen)
-        return state, self._report(plan, drafted, verdict, kv_tokens)
+        drafted, seen = state.drafted.clone(), plan.position + 1
+        logits, probe = self._forward(plan, state, shape.kind)
+        target, picks = self._filter(plan, state, logits)
+        verdict = None
+        if shape.kind != "draft":
+            verdict = self._verify(plan, state, target, picks)
+        if shape.kind != "verify":
+            self._append_drafts(plan, state, target, picks)
+        if verdict is not None:
+            self._commit(plan, state, verdict)
+        self._refresh(plan, state, probe, seen, shape.kind)
+        return self._report(plan, drafted, verdict, kv_tokens, self.decide(state))
+
+    @torch.no_grad()
+    def decide(self, state: SlotState) -> Tensor:
+        """Who verifies in the next pass, and the fields of `Ahead`.  # [4] int64"""
+        state.verify.copy_(self.method.speculation.decide(state) & state.active)
+        width = torch.where(state.active, torch.where(state.verify, state.drafted + 1, 1), 0)
+        return torch.stack([width.sum(), width.max(), state.verify.sum(), state.active.sum()])
+
+    def padded(self, shape: Shape, slots: int) -> Shape:
+        """The shape a GPU pass is launched with: few shapes, so that a captured pass fits most of them."""
+        longest = self.method.speculation.longest
+        if shape.kind == "draft":
+            return Shape("draft", slots, 1)
+        group = self.model.spec.heads // self.model.spec.kv_heads
+        widest = min(query_tile(shape.widest, group) // group, longest + 1)
+        step = 8 if shape.tokens <= 64 else 16 if shape.tokens <= 128 else 32 if shape.tokens <= 256 else 64
+        tokens = min(-(-shape.tokens // step) * step, slots * (longest + 1))
+        return Shape(shape.kind, max(tokens, slots), widest)
 
     def _kv_tokens(self, plan: Plan, state: SlotState) -> Tensor:
-        """KV tokens each row reads, averaged over layers.  # [R] fp32"""
+        """KV tokens each row reads, averaged over layers.  # [B] fp32"""
         context = plan.position + plan.width
-        chosen = selected_tokens(state, state.length + state.drafted)[plan.slots]
-        return torch.where(plan.verify, context, (1 - self.dense_share) * chosen + self.dense_share * context)
+        chosen = selected_tokens(state, state.length + state.drafted)
+        drafting = (1 - self.dense_share) * chosen + self.dense_share * context
+        return torch.where(plan.verify, context, torch.where(plan.draft, drafting, 0))
 
-    def _forward(self, plan: Plan, state: SlotState) -> tuple[Tensor, ScoreProbe | None]:
-        """Logits of every token of the pass [T, V] fp32, and the probe with its scores."""
-        spec, row, positions = self.model.spec, plan.row_of_token, plan.positions
-        slot = plan.slots[row]
-        offset = positions - (state.length[slot] - 1)  # 0 = the last committed token, j = draft j
-        drafts = state.draft_tokens[slot, (offset - 1).clamp(min=0)] if state.longest_draft else state.last_token[slot]
-        tokens = torch.where(offset == 0, state.last_token[slot], drafts)
-        page = state.page_table[slot, positions // self.pool.page_size]
-        entries = page * self.pool.page_size + positions % self.pool.page_size
-        groups = RowGroups(plan, state, self.method, spec.layers, spec.kv_heads, self.pool.page_size)
-        probe = self._probe(groups)
-        hidden = self.model(tokens, positions, MixedAttention(self.pool, entries, groups, probe))
-        return self.model.logits(hidden), probe
+    def _forward(self, plan: Plan, state: SlotState, kind: str) -> tuple[Tensor, ScoreProbe | None]:
+        """Logits of every token of the pass [T, V], and the probe with its scores."""
+        spec, row, positions, page = self.model.spec, plan.row_of_token, plan.positions, self.pool.page_size
+        offset = positions - (state.length[row] - 1)  # 0 = the last committed token, j = draft j
+        tokens = state.last_token[row]
+        if state.longest_draft:
+            drafts = state.draft_tokens[row, (offset - 1).clamp(0, state.longest_draft - 1)]
+            tokens = torch.where(offset == 0, tokens, drafts)
+        entries = state.page_table[row, positions // page] * page + positions % page
+        groups = PassRows(plan, state, self.method, spec, page, drafts=kind != "verify")
+        probe = self._probe(plan, groups, kind)
+        attend = MixedAttention(self.pool, torch.where(plan.real, entries, -1), groups, probe)
+        return self.model.logits(self.model(torch.where(plan.real, tokens, 0), positions, attend)), probe
 
-    def _probed(self, plan: Plan) -> Tensor:
-        """Numbers of the rows after which the selection is recomputed.  # [R']"""
-        due = self.method.refresh.due
-        return ((plan.verify & due("verify")) | (~plan.verify & due("draft"))).nonzero()[:, 0]
+    def _due(self, plan: Plan, kind: str) -> Tensor | None:
+        """The rows after which the selection is recomputed, None where it never is in such a pass.  # [B] bool"""
+        verify = plan.verify if self.method.refresh.due("verify") and kind != "draft" else None
+        draft = plan.draft if self.method.refresh.due("draft") and kind != "verify" else None
+        if verify is None or draft is None:
+            return draft if verify is None else verify
+        return verify | draft
 
-    def _probe(self, groups: RowGroups) -> ScoreProbe | None:
-        probe, chosen = self.method.selection.probe, self._probed(groups.plan)
-        if probe is None or not len(chosen):
+    def _probe(self, plan: Plan, groups: PassRows, kind: str) -> ScoreProbe | None:
+        probe, due = self.method.selection.probe, self._due(plan, kind)
+        if probe is None or due is None:
             return None
-        rows: Rows = groups.all_rows
-        if len(chosen) < len(groups.plan.slots):
-            rows = groups.verify_rows if self.method.refresh.due("verify") else groups.dense(groups.drafting)
-        return ScoreProbe.of(self.pool, rows, probe, self.model.spec.layers)
+        return ScoreProbe(self.pool, plan, groups.dense, probe, self.model.spec, due)
 
-    def _filter(self, plan: Plan, state: SlotState, logits: Tensor) -> Filtered:
-        """The distribution at each token of the pass, after the request's own temperature, top-k and top-p."""
-        slot = plan.slots[plan.row_of_token]
-        return filter_logits(logits, state.temperature[slot], state.top_k[slot], state.top_p[slot], self.candidates)
+    def _filter(self, plan: Plan, state: SlotState, logits: Tensor) -> tuple[Filtered, Tensor]:
+        """The distribution at each token after the request's own temperature, top-k and top-p, and a token of it."""
+        row = plan.row_of_token
+        key = torch.where(plan.draft[row], self._draft_key(state, plan.positions + 1, state.drafted[row]), 0)
+        key = torch.where(plan.verify[row], plan.positions + 1, key)
+        return filter_and_pick(
+            logits, state.temperature[row], state.top_k[row], state.top_p[row], self.candidates, state.seed[row], key,
+            DRAFT_OR_TARGET,
+        )  # fmt: skip
 
-    def _append_drafts(self, plan: Plan, state: SlotState, dist: Filtered) -> None:
-        """Sample the next draft of every drafting row, with the noise of its position."""
-        rows = (~plan.verify).nonzero()[:, 0]
-        if not len(rows):
+    def _append_drafts(self, plan: Plan, state: SlotState, dist: Filtered, picks: Tensor) -> None:
+        """The next draft of every drafting row, with the noise of its position."""
+        if not state.longest_draft:
             return
-        slots, at = plan.slots[rows], dist.rows(plan.start[rows])
-        column = state.drafted[slots]
+        at, rows = plan.index[:, 0], torch.arange(len(plan.draft), device=picks.device)
+        column = state.drafted.clamp(max=state.longest_draft - 1)
+        tokens, ids, probs = picks[at], dist.ids[at], dist.probs[at]
         if self.verification.draft_sampling == "greedy":
-            tokens = at.ids.gather(1, at.probs.argmax(1, keepdim=True))[:, 0]
-            at = Filtered(at.ids, (at.ids == tokens[:, None]).float())
-        else:
-            tokens = pick(
-                at, state.seed[slots], self._draft_key(state, plan.position[rows] + 1, column), DRAFT_OR_TARGET
-            )
-        state.draft_tokens[slots, column] = tokens
+            tokens = ids.gather(1, probs.argmax(1, keepdim=True))[:, 0]
+            probs = (ids == tokens[:, None]).float()
+        draft = plan.draft
+        state.draft_tokens[rows, column] = torch.where(draft, tokens, state.draft_tokens[rows, column])
         if self.verification.mode == "rejection":
-            state.q_ids[slots, column], state.q_probs[slots, column] = at.ids, at.probs
-        state.drafted[slots] += 1
+            state.q_ids[rows, column] = torch.where(draft[:, None], ids, state.q_ids[rows, column])
+            state.q_probs[rows, column] = torch.where(draft[:, None], probs, state.q_probs[rows, column])
+        state.drafted.add_(draft)
 
     def _draft_key(self, state: SlotState, position: Tensor, column: Tensor) -> Tensor:
         """What keys a draft's noise: its position, as for the target's pick, so that coupled picks agree.
@@ -132,77 +198,69 @@ class Stepper:
             return position
         return position * state.longest_draft + column
 
-    def _verify(self, plan: Plan, state: SlotState, target: Filtered) -> Verdict | None:
-        """Judge the drafts of every verifying row; None if none verifies."""
-        rows = plan.verify.nonzero()[:, 0]
-        if not len(rows):
-            return None
-        slots, width = plan.slots[rows], int(plan.width[rows].max())
-        columns = torch.arange(width, device=rows.device)
-        index = plan.start[rows][:, None] + torch.minimum(columns, plan.width[rows][:, None] - 1)
+    def _verify(self, plan: Plan, state: SlotState, target: Filtered, picks: Tensor) -> Verdict:
+        """Judge the drafts of every row; what it says of rows that do not verify is of no use."""
+        columns = plan.widest - 1
+        index = plan.index.flatten()
         q = None
         if self.verification.mode == "rejection":
-            q = Filtered(state.q_ids[slots, : width - 1], state.q_probs[slots, : width - 1])
+            q = Filtered(state.q_ids[:, :columns], state.q_probs[:, :columns])
         drafts = Drafts(
-            state.draft_tokens[slots, : width - 1], state.drafted[slots], state.seed[slots], state.length[slots],
-            state.rounds[slots], q,
-        )  # fmt: skip
-        return judge(self.verification, target.rows(index.flatten()), drafts)
+            state.draft_tokens[:, :columns], state.drafted.clamp(max=columns), state.seed, state.length, state.rounds, q
+        )
+        return judge(self.verification, target.rows(index), drafts, picks[index].view(-1, plan.widest))
 
-    def _commit(self, plan: Plan, state: SlotState, verdict: Verdict | None) -> SlotState:
+    def _commit(self, plan: Plan, state: SlotState, verdict: Verdict) -> None:
         """Commit what was accepted and roll back the rest: lengths, drafts and selections, here and nowhere else."""
-        if verdict is None:
-            return state
-        slots = plan.slots[plan.verify]
-        verified = torch.zeros_like(state.active).index_fill(0, slots, True)
-        drafted, accepted = torch.zeros_like(state.drafted), torch.zeros_like(state.drafted)
-        drafted[slots], accepted[slots] = state.drafted[slots], verdict.accepted
-        row = torch.arange(len(slots), device=slots.device)
-        state.last_token[slots] = verdict.tokens[row, verdict.accepted]
-        state.length[slots] += verdict.accepted + 1
-        state.room[slots] -= verdict.accepted + 1
-        state.drafted[slots] = 0
-        self._trim_selection(state, slots)
-        state = self.method.speculation.observe(state, verified, drafted, accepted)
-        return replace(state, rounds=state.rounds + verified)
+        verified = plan.verify
+        drafted, accepted = torch.where(verified, state.drafted, 0), torch.where(verified, verdict.accepted, 0)
+        last = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
+        committed = accepted + verified
+        state.last_token.copy_(torch.where(verified, last, state.last_token))
+        state.length.add_(committed)
+        state.room.sub_(committed)
+        state.drafted.mul_(~verified)
+        self._trim_selection(state, verified)
+        state.adopt(self.method.speculation.observe(state, verified, drafted, accepted))
+        state.rounds.add_(verified)
 
-    def _trim_selection(self, state: SlotState, slots: Tensor) -> None:
+    def _trim_selection(self, state: SlotState, verified: Tensor) -> None:
         """A selection made while drafting may name positions just taken back; the next row must not read them.
 
         KV is final up to position length - 2, and the next row writes length - 1 itself.
         """
-        block, end = state.block_tokens, state.length[slots] - 1
-        tail = state.tail_start[slots]
-        tail = torch.where(tail > end, end // block * block, tail)
-        chosen = torch.arange(state.blocks.shape[2], device=slots.device) < state.block_count[:, slots, None]
-        kept = chosen & (state.blocks[:, slots] < (tail // block)[:, None])  # [S, R, K]
-        state.tail_start[slots] = tail
-        state.block_count[:, slots] = kept.sum(2)
+        block, end = state.block_tokens, state.length - 1
+        tail = torch.where(verified & (state.tail_start > end), end // block * block, state.tail_start)
+        state.tail_start.copy_(tail)
+        kept = count_below(state.blocks, state.block_count, tail // block)
+        state.block_count.copy_(torch.where(verified, kept, state.block_count))
 
-    def _refresh(self, plan: Plan, state: SlotState, probe: ScoreProbe | None, seen: Tensor) -> None:
+    def _refresh(self, plan: Plan, state: SlotState, probe: ScoreProbe | None, seen: Tensor, kind: str) -> None:
         """Recompute the selection of the rows whose turn it is, for the length after this step."""
-        chosen = self._probed(plan)
-        if not len(chosen):
+        due = self._due(plan, kind)
+        if due is None:
             return
-        slots = plan.slots[chosen]
-        length = state.length[slots] + state.drafted[slots]
         scores = None if probe is None else probe.scores
-        write_selection(state, slots, self.method.selection.select(scores, seen[chosen], length))
+        write_selection(state, due, self.method.selection.select(scores, seen, state.length + state.drafted))
 
-    def _report(self, plan: Plan, drafted: Tensor, verdict: Verdict | None, kv_tokens: Tensor) -> StepOutput:
-        verified = plan.verify.tolist()
-        accepted, tokens = [0] * len(verified), [[] for _ in verified]  # type: list[int], list[list[int]]
+    def _report(self, plan: Plan, drafted: Tensor, verdict: Verdict | None, kv_tokens: Tensor, ahead: Tensor) -> Tensor:
+        """All that the host reads of a step, in one tensor: a line a slot, and `ahead` with 64 * kv_tokens."""
+        slots = len(drafted)
+        report = torch.zeros(slots + 1, TOKENS + max(plan.widest, 2), dtype=torch.int64, device=drafted.device)
+        report[:slots, VERIFIED] = torch.where(plan.width > 0, plan.verify.long(), -1)
+        report[:slots, DRAFTED] = drafted
         if verdict is not None:
-            rows = plan.verify.nonzero()[:, 0].tolist()
-            for row, count, line in zip(rows, verdict.accepted.tolist(), verdict.tokens.tolist(), strict=True):
-                accepted[row], tokens[row] = count, line[: count + 1]
-        width, kv = len(plan.row_of_token), float(kv_tokens.sum())
-        return StepOutput(plan.slots.tolist(), verified, drafted.tolist(), accepted, tokens, width, kv)
+            report[:slots, ACCEPTED] = torch.where(plan.verify, verdict.accepted, 0)
+            report[:slots, TOKENS : TOKENS + verdict.tokens.shape[1]] = verdict.tokens
+        report[slots, :4] = ahead
+        report[slots, 4] = (64 * kv_tokens.double().sum()).long()
+        return report
 
 
-def write_selection(state: SlotState, slots: Tensor, chosen: Selected) -> None:
-    """Give slots [R] a new selection; what it lists past the state's capacity is past its count as well."""
+def write_selection(state: SlotState, due: Tensor, chosen: Selected) -> None:
+    """Give the slots due [B] bool their new selection; what it lists past the capacity is past its count as well."""
     width = min(chosen.blocks.shape[2], state.blocks.shape[2])
-    state.blocks[:, slots, :width] = chosen.blocks[..., :width]
-    state.block_count[:, slots] = chosen.count
-    state.tail_start[slots] = chosen.tail_start
+    mine = state.blocks[..., :width]
+    mine.copy_(torch.where(due[:, None], chosen.blocks[..., :width], mine))
+    state.block_count.copy_(torch.where(due, chosen.count, state.block_count))
+    state.tail_start.copy_(torch.where(due, chosen.tail_start, state.tail_start))

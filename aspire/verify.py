@@ -3,6 +3,8 @@
 `greedy` and `coupled` are one rule: draft and target pick with the same noise, accept while the picks agree, emit the
 target's picks; the text is that of autoregressive decoding with the same seed at any temperature. `rejection` is
 Leviathan et al. (2211.17192) and Chen et al. (2302.01318) with q the distribution the draft was sampled from.
+
+`match`, `reject` and `emulate` define the rules in torch; on a GPU `judge` gives the work to their kernel.
 """
 
 from dataclasses import dataclass
@@ -11,6 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from aspire.kernels.jit import wanted
+from aspire.kernels.judge import verdict_fits, verdict_triton
 from aspire.kernels.noise import ACCEPT, DRAFT_OR_TARGET, EMULATE, RESIDUAL, gumbel, uniform
 from aspire.sampling import Filtered, pick
 
@@ -45,7 +49,7 @@ class Emulation:
             return torch.full(seed.shape, self.alpha, device=seed.device)
         zero = torch.zeros_like(seed)[:, None]
         rank = uniform(seed, torch.full_like(seed, -1), EMULATE, zero)[:, 0]
-        base = hetero_table().to(seed.device)[(rank * 1024).long()]
+        base = hetero_table(seed.device)[(rank * 1024).long()]
         # A first-order autoregressive walk written as its moving average, so that it needs no state of its own.
         lags = torch.arange(16, device=seed.device)
         steps = gumbel_pair(seed, rounds[:, None] - lags)  # [R, 16], unit variance
@@ -61,17 +65,20 @@ def gumbel_pair(seed: Tensor, index: Tensor) -> Tensor:
 
 
 @lru_cache
-def hetero_table() -> Tensor:
-    """alpha of 1,024 equally likely requests: accepted length 2.56 + 17.44 u^0.9486 has mean 11.51 over u in (0, 1)."""
+def hetero_table(device: torch.device) -> Tensor:
+    """alpha of 1,024 equally likely requests: accepted length 2.56 + 17.44 u^0.9486 has mean 11.51 over u in (0, 1).
+
+    A device's first call copies from the host, which no captured graph may do: make it before.
+    """
     rank = (torch.arange(1024, dtype=torch.float64) + 0.5) / 1024
-    wanted = 2.56 + 17.44 * rank**0.9486
+    length = 2.56 + 17.44 * rank**0.9486
     powers = torch.arange(1, 21)
-    low, high = torch.zeros_like(wanted), torch.ones_like(wanted)
+    low, high = torch.zeros_like(length), torch.ones_like(length)
     for _ in range(50):  # bisection of alpha + ... + alpha^20 = wanted
         middle = (low + high) / 2
-        short = (middle[:, None] ** powers).sum(1) < wanted
+        short = (middle[:, None] ** powers).sum(1) < length
         low, high = torch.where(short, middle, low), torch.where(short, high, middle)
-    return high.float()
+    return high.float().to(device)
 
 
 @dataclass(frozen=True)
@@ -122,11 +129,32 @@ class Drafts:
     q: Filtered | None = None
 
 
-def judge(how: Verification, target: Filtered, drafts: Drafts) -> Verdict:
-    """target: distributions of the R * W positions, row after row; positions past a row's width are ignored."""
+def judge(how: Verification, target: Filtered, drafts: Drafts, picks: Tensor | None = None) -> Verdict:
+    """target: distributions of the R * W positions, row after row; positions past a row's width are ignored.
+
+    picks [R, W]: the target's picks where the caller has them (key = position, purpose DRAFT_OR_TARGET).
+    """
+    kernel_takes = verdict_fits(target.ids.shape[1], 1 if drafts.q is None else drafts.q.ids.shape[-1])
+    if wanted(target.ids) and kernel_takes:
+        return judge_triton(how, target, drafts, picks)
     if how.emulation is not None:
-        return emulate(how.emulation, target, drafts)
-    return reject(target, drafts) if how.mode == "rejection" else match(target, drafts)
+        return emulate(how.emulation, target, drafts, picks)
+    return reject(target, drafts) if how.mode == "rejection" else match(target, drafts, picks)
+
+
+def judge_triton(how: Verification, target: Filtered, drafts: Drafts, picks: Tensor | None = None) -> Verdict:
+    """`judge` by the kernel alone."""
+    rule: tuple = ("match",)
+    q = table = None
+    if (emulation := how.emulation) is not None:
+        rule = ("iid", emulation.alpha)
+        if emulation.profile == "hetero":
+            rule, table = ("hetero", emulation.rho, emulation.sigma), hetero_table(drafts.seed.device)
+    elif how.mode == "rejection":
+        assert drafts.q is not None, "rejection needs the draft distributions"
+        rule, q = ("reject",), (drafts.q.ids, drafts.q.probs)
+    own = (drafts.tokens, drafts.count, drafts.seed, drafts.position, drafts.rounds)
+    return Verdict(*verdict_triton(rule, *own, (target.ids, target.probs), q, picks, table))
 
 
 def leading(stands: Tensor) -> Tensor:
@@ -147,9 +175,9 @@ def counted(drafts: Drafts) -> Tensor:
     return torch.arange(drafts.tokens.shape[1], device=drafts.tokens.device) < drafts.count[:, None]
 
 
-def match(target: Filtered, drafts: Drafts) -> Verdict:
+def match(target: Filtered, drafts: Drafts, picks: Tensor | None = None) -> Verdict:
     """Accept while draft and target agree; every committed token is the target's pick."""
-    picks = target_picks(target, drafts)
+    picks = target_picks(target, drafts) if picks is None else picks
     return Verdict(leading((drafts.tokens == picks[:, :-1]) & counted(drafts)), picks)
 
 
@@ -183,12 +211,12 @@ def reject(target: Filtered, drafts: Drafts) -> Verdict:
     return Verdict(accepted, tokens)
 
 
-def emulate(how: Emulation, target: Filtered, drafts: Drafts) -> Verdict:
+def emulate(how: Emulation, target: Filtered, drafts: Drafts, picks: Tensor | None = None) -> Verdict:
     """Let drafts stand by the profile's chances; the correction is still the target's pick."""
     columns = torch.arange(drafts.tokens.shape[1], device=drafts.tokens.device).expand_as(drafts.tokens)
     u = uniform(drafts.seed, drafts.position, EMULATE, columns)
     accepted = leading((u < how.alphas(drafts.seed, drafts.rounds)[:, None]) & counted(drafts))
-    picks = target_picks(target, drafts)
+    picks = target_picks(target, drafts) if picks is None else picks
     tokens = torch.cat([drafts.tokens, picks[:, -1:]], 1)
     row = torch.arange(accepted.shape[0], device=accepted.device)
     tokens[row, accepted] = picks[row, accepted]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aspire.kernels.select import top_blocks
-from aspire.policies.selection import Probe, Selected, Selection, share
+from aspire.policies.selection import Probe, Selected, Selection, share, share_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SnapKV(Selection):
         return Probe("all", None, "group_mean", prefill_queries=self.window)
 
     def capacity(self, max_len: int) -> int:
-        return int(self.budget(torch.tensor([max_len])))
+        return max(share_of(max_len, self.ratio), self.floor)
 
     def budget(self, length: Tensor) -> Tensor:
         return share(length, self.ratio).clamp(min=self.floor)

@@ -10,7 +10,7 @@ import json
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from aspire.request import Request
 from experiments.environment import device_name, synchronise
 from experiments.outcome import Entry, Window, conclude
 from experiments.records import Cell, Record
-from experiments.session import Config, Session, make_method, open_session, resolve
+from experiments.session import Config, Session, free_cached, make_method, open_session, resolve
 
 Report = Callable[[str], None]
 
@@ -56,7 +56,10 @@ def run_comparison(configs: list[Config], out: Path, report: Report = tqdm.write
     except Exception as error:
         for entry in entries:
             entry.error = entry.error or describe(error)
-    return [conclude(entry, out) for entry in entries]
+    records = [conclude(entry, out) for entry in entries]
+    entries.clear()
+    free_cached()  # the pool and the captured passes, before the next comparison asks for room
+    return records
 
 
 def measure(entries: list[Entry], config: Config, report: Report) -> None:
@@ -85,7 +88,7 @@ def attempt(entry: Entry, work: Callable[[], None]) -> None:
     try:
         work()
     except Exception as error:
-        entry.error = describe(error)
+        entry.error, entry.engine = describe(error), None
 
 
 def describe(error: Exception) -> str:
@@ -96,8 +99,9 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
 
 
-def make_engine(session: Session, method: Method) -> Engine:
-    return Engine(session.model, session.settings, method, session.verification, session.pool)
+def make_engine(session: Session, method: Method, slots: int) -> Engine:
+    settings = replace(session.settings, slots=slots)
+    return Engine(session.model, settings, method, session.verification, session.pool)
 
 
 def prepare(entry: Entry, session: Session, report: Report) -> None:
@@ -106,13 +110,16 @@ def prepare(entry: Entry, session: Session, report: Report) -> None:
     if entry.method.needs_cost_model:
         entry.calibration = calibration_for(entry, session, report)
         entry.method = entry.method.with_cost_model(entry.calibration.cost)
-    warm_up(session, entry.method, session.config["protocol"]["warmup_passes"])
+    entry.engine = make_engine(session, entry.method, entry.config["batch"])
+    warm_up(entry.engine, session, session.config["protocol"]["warmup_passes"])
 
 
-def warm_up(session: Session, method: Method, passes: int) -> list[PassRecord]:
-    """Run some passes with full slots and forget the requests."""
+def warm_up(engine: Engine, session: Session, passes: int) -> list[PassRecord]:
+    """Capture what the method can come to, run some passes with full slots and forget the requests."""
     supply = itertools.count()
-    with closing(make_engine(session, method)) as engine:
+    with closing(engine):
+        fill(engine, session, supply, [])
+        engine.prepare()
         for _ in range(passes):
             fill(engine, session, supply, [])
             engine.step()
@@ -122,7 +129,7 @@ def warm_up(session: Session, method: Method, passes: int) -> list[PassRecord]:
 def calibration_key(entry: Entry, session: Session) -> calibrate.Key:
     """What a cost model depends on."""
     assert entry.method is not None
-    engine = {k: v for k, v in entry.config["engine"].items() if k in ("page_size", "threads")}
+    engine = {k: v for k, v in entry.config["engine"].items() if k in ("page_size", "threads", "graphs")}
     selection = entry.method.selection
     return {
         "device": device_name(session.settings.device), "model": entry.config["model"]["name"],
@@ -142,7 +149,10 @@ def calibration_for(entry: Entry, session: Session, report: Report) -> calibrate
     if path.exists():
         return calibrate.load(path, key)
     profile = calibrate.profiling_method(entry.method)
-    passes = warm_up(session, profile, 4 + entry.config["calibration"]["passes"])[4:]
+    engine = make_engine(session, profile, entry.config["batch"])
+    passes = warm_up(engine, session, 4 + entry.config["calibration"]["passes"])[4:]
+    del engine
+    free_cached()  # its captured passes
     layers = session.model.spec.layers
     found = calibrate.fit(passes, layers, len(profile.refresh.dense_layers(layers)), key)
     calibrate.save(found, path)
@@ -156,20 +166,22 @@ def calibration_for(entry: Entry, session: Session, report: Report) -> calibrate
 
 def run_window(session: Session, entry: Entry) -> Window:
     """One timed window, from full slots to `window_tokens` committed tokens (or, draining, to the last request)."""
-    assert entry.method is not None
+    assert entry.engine is not None
     drain, device = session.config["protocol"]["replay"] == "drain", session.settings.device
     supply = iter(range(len(session.items))) if drain else itertools.count()
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
-    with closing(make_engine(session, entry.method)) as engine:
+    with closing(entry.engine) as engine:
+        engine.passes = []
         window = Window([], engine.passes)
         fill(engine, session, supply, window.requests)
-        admitted = engine.prefill_seconds
+        admitted, missed = engine.prefill_seconds, engine.graph_misses
         synchronise(device)
         start = engine.clock()
         run_until_full(engine, session, supply, window, None if drain else session.config["protocol"]["window_tokens"])
-        synchronise(device)
+        # A pass has run when its tokens are here; a GPU may be at the next one, which the window does not count.
         window.seconds = engine.clock() - start - (engine.prefill_seconds - admitted)
+        window.graph_misses = engine.graph_misses - missed
     if device.startswith("cuda"):
         window.peak_gib = torch.cuda.max_memory_allocated() / 2**30
     return window
@@ -184,14 +196,15 @@ def run_until_full(engine: Engine, session: Session, supply: Iterator[int], wind
             break
         seated = [seat.request.id for seat in engine.seats if seat]
         engine.step()
-        committed += engine.passes[-1].committed
+        done = engine.passes[-1]
+        committed += done.committed
         for name in seated:
-            window.decode_s[name] = window.decode_s.get(name, 0.0) + engine.passes[-1].seconds
+            window.decode_s[name] = window.decode_s.get(name, 0.0) + done.seconds + done.gap
 
 
 def fill(engine: Engine, session: Session, supply: Iterator[int], requests: list[Request]) -> None:
     """Put the next requests into empty slots, until all are taken; every request is remembered."""
-    while (wanted := session.settings.slots - sum(map(bool, engine.seats))) and not engine.waiting:
+    while (wanted := engine.settings.slots - sum(map(bool, engine.seats))) and not engine.waiting:
         batch = [session.request(number) for number in itertools.islice(supply, wanted)]
         if not batch:
             break

@@ -18,6 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 CONF = Path(__file__).parents[1] / "conf"
 UNIQUE = secrets.token_hex(3)  # two runs that start in the same second get two folders
+METHODS = (
+    "autoregressive", "magicdec_stream", "magicdec_snapkv", "vegas", "sparsespec",
+    "aspire_fixed", "aspire_fsm", "aspire", "vegas_async",
+)  # fmt: skip
 
 
 @dataclass
@@ -62,10 +66,11 @@ class BudgetConf:
 class EngineConf:
     device: str = "auto"
     page_size: int = 16
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     max_len: int | None = None
     pages: int | None = None
     threads: int | None = None
+    graphs: bool | None = None
 
 
 @dataclass
@@ -93,6 +98,7 @@ class AcceptanceConf:
 class ProtocolConf:
     window_tokens: int = MISSING
     replay: str = "cyclic"
+    prompt_kv: str = "prefill"
     warmup_passes: int = MISSING
     repeats: int = MISSING
 
@@ -108,6 +114,7 @@ class TrackingConf:
 @dataclass
 class ComparisonConf:
     methods: list[str] | None = None
+    batch_mode: str = "equal"
 
 
 @dataclass
@@ -130,7 +137,7 @@ class RunConf:
     tracking: TrackingConf = field(default_factory=TrackingConf)
     comparison: ComparisonConf = field(default_factory=ComparisonConf)
     calibration: CalibrationConf = field(default_factory=CalibrationConf)
-    batch: int = 8
+    batch: Any = 8  # a number, or max_fit
     seed: int = 123
     output_dir: str = MISSING
     resume: bool = False

@@ -11,17 +11,12 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from experiments.config import CONF, UNIQUE, check_overrides, nearest, refuse, register
+from experiments.config import CONF, METHODS, UNIQUE, check_overrides, nearest, refuse, register
 from experiments.environment import gpu_gib
 from experiments.records import claim_dir
 from experiments.redraw import redraw
 from experiments.run import configs_of, run
 from experiments.summary import conclude
-
-METHODS = (
-    "autoregressive", "magicdec_stream", "magicdec_snapkv", "vegas", "sparsespec",
-    "aspire_fixed", "aspire_fsm", "aspire", "vegas_async",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,7 @@ def paper_panels() -> list[Panel]:
     """
     batches = {"aime25": 30, "codeelo": 32, "longbench_16k": 16, "longbench_v2_30k": 8, "longbench_v2_80k": 4}
     panels = []
-    for model in ("qwen3_1_7b", "qwen3_8b", "ds_r1_llama_8b"):
+    for model in ("qwen3_1p7b", "qwen3_8b", "ds_r1_llama_8b"):
         for benchmark, batch in batches.items():
             sizes = (f"batch={batch}", f"benchmark.source.requests={batch}")
             far = benchmark.startswith("longbench_v2") and model.startswith("qwen3")

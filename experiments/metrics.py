@@ -146,11 +146,14 @@ KNOWN = ("device", "dtype", "requests", "run")
 SAME = (*KNOWN, "model", "batch", "sampling", "engine settings", "output policy", "evidence")
 
 
+OWN = ("warmup_passes", "graph_misses", "planned_gib")  # of the protocol, a method's own
+
+
 def compared(record: Record) -> dict[str, Any]:
     """What two records must share before their speeds may be divided, by name."""
     config, sampling = record.config, record.sampling
     # Each method warms up the passes it will use, so warm-up may differ; the window and the replay may not.
-    protocol = {k: v for k, v in (record.protocol or {}).items() if not k.startswith("warm")}
+    protocol = {k: v for k, v in (record.protocol or {}).items() if k not in OWN}
     values = (
         record.environment.device,
         pick(config, "engine.dtype") or pick(config, "model.dtype"),

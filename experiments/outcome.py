@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from aspire import calibrate
-from aspire.engine import PassRecord
+from aspire.engine import Engine, PassRecord
 from aspire.policies import Method
 from aspire.request import Request
 from experiments.benchmarks import data_hash
@@ -39,6 +39,7 @@ class Window:
     seconds: float = 0.0
     decode_s: dict[str, float] = field(default_factory=dict)  # of each request, while it held a slot
     peak_gib: float | None = None
+    graph_misses: int = 0  # passes that waited for their capture
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Entry:
     config: Config
     cell: Cell
     method: Method | None = None
+    engine: Engine | None = None  # one for warm-up and all windows: its captured passes are its own
     calibration: calibrate.Calibration | None = None
     windows: list[Window] = field(default_factory=list)
     session: Session | None = None
@@ -84,13 +86,15 @@ def measured_record(entry: Entry, name: str, lines: list[RequestLine]) -> Record
     session = entry.session
     assert session is not None
     config, device = entry.config, session.settings.device
-    timing = timing_of(entry.windows, session.prefill_s)
+    timing = timing_of(entry.windows, session.prefill_s, device.startswith("cuda"))
     times = [entry.windows[0].decode_s.get(line.id, 0.0) for line in lines]
     peaks = [w.peak_gib for w in entry.windows if w.peak_gib is not None]
     efficiency = hbm_efficiency(entry, session) if device.startswith("cuda") else None
     tokens, metrics = summarise(lines, timing, tpot_ms(lines, times), max(peaks, default=None), efficiency)
     calibration = None if entry.calibration is None else asdict(entry.calibration)
     protocol = config["protocol"] | ({"source": session.provenance} if session.provenance else {})
+    protocol["graphs"] = bool(session.settings.graphs)
+    protocol["graph_misses"] = sum(w.graph_misses for w in entry.windows)
     return Record(
         cell_id=name, status="ok",
         cell=entry.cell.model_copy(update={"acceptance": session.verification.acceptance_mark}),
@@ -100,7 +104,7 @@ def measured_record(entry: Entry, name: str, lines: list[RequestLine]) -> Record
     )  # fmt: skip
 
 
-def timing_of(windows: list[Window], prefill_s: float) -> Timing:
+def timing_of(windows: list[Window], prefill_s: float, on_gpu: bool) -> Timing:
     """prefill_s: the shared prefill of all prompts; pass times are means over all windows."""
 
     def mean_ms(kind: str) -> float | None:
@@ -110,7 +114,9 @@ def timing_of(windows: list[Window], prefill_s: float) -> Timing:
     seconds = [w.seconds for w in windows]
     return Timing(
         prefill_s=prefill_s, decode_s=median(seconds), passes=len(windows[0].passes), draft_pass_ms=mean_ms("draft"),
-        verify_pass_ms=mean_ms("verify"), mixed_pass_ms=mean_ms("mixed"), repeats=Repeats(decode_s=seconds),
+        verify_pass_ms=mean_ms("verify"), mixed_pass_ms=mean_ms("mixed"),
+        host_gap=sum(p.gap for w in windows for p in w.passes) / sum(seconds) if on_gpu else None,
+        repeats=Repeats(decode_s=seconds),
     )  # fmt: skip
 
 

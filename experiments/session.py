@@ -1,5 +1,6 @@
 """What do all methods of a comparison share? One model, one pool, prompts that are prefilled once."""
 
+import gc
 import json
 import time
 from dataclasses import dataclass, replace
@@ -17,15 +18,21 @@ from aspire.model import Decoder, ModelSpec, load, random_weights
 from aspire.model.load import EMBEDDED
 from aspire.model.tokenizer import load_tokenizer
 from aspire.policies import Method
-from aspire.prefill import Prompt, prefill
+from aspire.prefill import Prompt, prefill, random_prompt
 from aspire.request import Request
 from aspire.settings import EngineSettings, Sampling
 from aspire.verify import Emulation, Verification
 from experiments.benchmarks import Item, request_seed
 from experiments.config import nearest
+from experiments.environment import synchronise
 
 Config = dict[str, Any]
-CHOICES = {"protocol.replay": ("cyclic", "drain"), "model.weights": ("real", "random")}
+CHOICES = {
+    "protocol.replay": ("cyclic", "drain"),
+    "protocol.prompt_kv": ("prefill", "random"),
+    "model.weights": ("real", "random"),
+}
+CHUNK, GPU_CHUNK = 512, 8192  # prompt tokens of a prefill pass: a GPU needs many to be busy
 
 
 @dataclass
@@ -53,7 +60,8 @@ class Session:
             prompt_ids=list(item.prompt_ids),
             sampling=replace(self.sampling, seed=seed),
             max_new_tokens=self.config["benchmark"]["max_new_tokens"],
-            end_ids=self.model.spec.end_ids,
+            # Random weights emit an end id now and then, by chance.
+            end_ids=() if self.config["model"]["weights"] == "random" else self.model.spec.end_ids,
         )
         return request, self.prompts[index]
 
@@ -72,7 +80,12 @@ def resolve(config: Config) -> Config:
         engine["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     if engine["device"].startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("engine.device is cuda, but torch finds no GPU; set engine.device=cpu")
+    on_gpu = engine["device"].startswith("cuda")
     engine["threads"] = engine["threads"] or torch.get_num_threads()
+    engine["prefill_chunk"] = engine["prefill_chunk"] or (GPU_CHUNK if on_gpu else CHUNK)
+    engine["graphs"] = on_gpu if engine["graphs"] is None else engine["graphs"]
+    if config["protocol"]["prompt_kv"] == "random" and config["model"]["weights"] != "random":
+        raise ValueError("protocol.prompt_kv=random is for model.weights=random; real weights need their prompts' KV")
     return {**config, "engine": engine}
 
 
@@ -95,19 +108,37 @@ def make_verification(config: Config) -> Verification:
     return Verification(how["mode"], how["draft_sampling"], emulation)
 
 
+_loaded: dict[str, Decoder] = {}  # the last model, for the next comparison
+
+
 def load_model(config: Config) -> Decoder:
-    """The model of a config; the last one loaded is kept for the next comparison."""
-    return _load_model(json.dumps(config["model"], sort_keys=True), config["engine"]["device"])
-
-
-@lru_cache(maxsize=1)
-def _load_model(content: str, device: str) -> Decoder:
-    conf = json.loads(content)
+    """The model of a config. The last one loaded is kept, and goes before another is loaded."""
+    conf, device = config["model"], config["engine"]["device"]
+    key = json.dumps([conf, device], sort_keys=True)
+    if key in _loaded:
+        return _loaded[key]
+    _loaded.clear()
+    free_cached()
     dtype = getattr(torch, conf["dtype"])
     if conf["weights"] == "random":
-        shape = {**conf["shape"], "rope_scaling": conf["rope_scaling"] or conf["shape"].get("rope_scaling")}
-        return random_weights(ModelSpec.from_hf(shape), dtype, device, 0)
-    return load(local_path(conf["path"], conf["revision"]), dtype, device, rope_scaling=conf["rope_scaling"])
+        model = random_weights(shape_spec(conf), dtype, device, 0)
+    else:
+        model = load(local_path(conf["path"], conf["revision"]), dtype, device, rope_scaling=conf["rope_scaling"])
+    _loaded[key] = model
+    return model
+
+
+def shape_spec(conf: Config) -> ModelSpec:
+    """The architecture that a model's config states itself, for random weights."""
+    shape = {**conf["shape"], "rope_scaling": conf["rope_scaling"] or conf["shape"].get("rope_scaling")}
+    return ModelSpec.from_hf(shape)
+
+
+def free_cached() -> None:
+    """Give the memory of what nobody holds any more back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def local_path(path: str, revision: str | None) -> str | Path:
@@ -134,12 +165,18 @@ def open_session(config: Config, longest_draft: int) -> Session:
     model = load_model(config)
     answer = config["benchmark"]["max_new_tokens"]
     source = instantiate(config["benchmark"]["source"])
-    tokenizer = tokenizer_of(model_conf["tokenizer"] or model_conf["path"], model_conf["revision"])
+    tokenizer = None
+    if getattr(source, "reads_text", True):
+        tokenizer = tokenizer_of(model_conf["tokenizer"] or model_conf["path"], model_conf["revision"])
     items = source.build(tokenizer, model.spec.max_len, answer)
     settings = engine_settings(config, model, max(len(item.prompt_ids) for item in items) + answer)
     pool = make_pool(model, settings, items, answer, longest_draft)
     start = time.perf_counter()
-    prompts = [prefill(model, pool, list(item.prompt_ids), settings.prefill_chunk) for item in items]
+    if config["protocol"]["prompt_kv"] == "random":
+        prompts = [random_prompt(model, pool, len(item.prompt_ids), item.seed) for item in items]
+    else:
+        prompts = [prefill(model, pool, list(item.prompt_ids), settings.prefill_chunk) for item in items]
+    synchronise(settings.device)
     seconds = time.perf_counter() - start
     provenance = source.provenance() if hasattr(source, "provenance") else None
     return Session(config, model, items, settings, verification, sampling, pool, prompts, seconds, provenance)
@@ -157,6 +194,7 @@ def engine_settings(config: Config, model: Decoder, longest: int) -> EngineSetti
     return EngineSettings(
         slots=config["batch"], max_len=limit, page_size=engine["page_size"], pages=engine["pages"],
         prefill_chunk=engine["prefill_chunk"], device=engine["device"], dtype=getattr(torch, config["model"]["dtype"]),
+        graphs=engine["graphs"],
     )  # fmt: skip
 
 

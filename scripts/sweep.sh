@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-models=qwen3_1_7b,qwen3_8b
+models=qwen3_1p7b,qwen3_8b
 benchmarks=aime25,longbench_16k
 methods=[autoregressive,magicdec_stream,vegas,aspire]
 

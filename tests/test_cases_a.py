@@ -24,6 +24,7 @@ from methods import (
     solo,
     step_through,
 )
+from torch import Tensor
 
 from aspire.attention import Plan
 from aspire.engine import Engine
@@ -33,7 +34,7 @@ from aspire.request import Request
 from aspire.sampling import Filtered
 from aspire.settings import Sampling
 from aspire.state import SlotState
-from aspire.step import Stepper
+from aspire.step import Ahead, Stepper
 from aspire.verify import Drafts, Emulation, Verification, match, reject
 from experiments.benchmarks import request_seed
 
@@ -174,8 +175,8 @@ def test_a20_a_row_that_rejects_all_beside_one_that_accepts_all(poison: bool, mo
     """A20, engine: k = 4, row 0 accepts 4 and row 1 none, for more than ten rounds; row 1 says what it says alone."""
     healthy = Stepper._append_drafts
 
-    def spoil(self: Stepper, plan: Plan, state: SlotState, dist: Filtered) -> None:
-        healthy(self, plan, state, dist)
+    def spoil(self: Stepper, plan: Plan, state: SlotState, dist: Filtered, picks: Tensor) -> None:
+        healthy(self, plan, state, dist, picks)
         state.draft_tokens[1] = (state.draft_tokens[1] + (state.drafted[1] > 0).long()) % 97
 
     monkeypatch.setattr(Stepper, "_append_drafts", spoil)
@@ -353,7 +354,8 @@ def test_a40_a_discarded_step_leaves_no_trace(method: Method) -> None:
         engine.fill_slots()
         if step % 3 == 0 and any(engine.seats):
             engine._reserve()
-            engine.stepper.step(copy.deepcopy(engine.state))
+            state = copy.deepcopy(engine.state)
+            engine.stepper.step(state, Ahead(*engine.stepper.decide(state).tolist()).shape)
 
     step_through(engine, batch, launch_ahead)
     assert ids(batch) == ids(undisturbed)

@@ -11,8 +11,9 @@ from tiny import dense_logits, hf_config, tiny_model, tiny_spec, to_hf
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from aspire.kernels.heads import Heads, rotate_heads
 from aspire.model import ModelSpec
-from aspire.model.rope import cos_sin, inv_freq
+from aspire.model.rope import angles, inv_freq
 
 KINDS = ("llama", "qwen2", "qwen3")
 LLAMA3 = {
@@ -90,10 +91,10 @@ def test_c03_angles_stay_fp32_after_a_cast() -> None:
     assert model.inv_freq.dtype == torch.float32 and model.embed.dtype == torch.bfloat16
     exact = 1e6 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)
     for position, bound in ((257, 2e-5), (4095, 2e-4), (32767, 1e-3), (131071, 1e-2)):
-        cos, sin = cos_sin(torch.tensor([position]), model.inv_freq, 1.0, torch.float32)
-        assert (cos[0, 0, :64].double() - (position * exact).cos()).abs().max() <= bound
+        at = angles(torch.tensor([position]), model.inv_freq, 1.0, torch.bfloat16)
+        assert (at.cos[0].double() - (position * exact).cos()).abs().max() <= bound
         # where sine is steep the rounding of the fp32 angle shows in full; transformers gives the same bits
-        assert (sin[0, 0, 64:].double() - (position * exact).sin()).abs().max() <= 1.5 * bound
+        assert (at.sin[0].double() - (position * exact).sin()).abs().max() <= 1.5 * bound
 
 
 def test_bfloat16_stays_near_float32() -> None:
@@ -105,11 +106,15 @@ def test_bfloat16_stays_near_float32() -> None:
 
 def test_rows_do_not_depend_on_their_batch() -> None:
     model = tiny_model("llama")
-    one = model(torch.tensor([5]), torch.tensor([300]), lambda layer, q, k, v: v.repeat_interleave(2, 1))
-    many = model(torch.tensor([9, 5]), torch.tensor([3, 300]), lambda layer, q, k, v: v.repeat_interleave(2, 1))
+
+    def values(layer: int, heads: Heads) -> torch.Tensor:
+        return rotate_heads(heads)[2].repeat_interleave(2, 1)
+
+    one = model(torch.tensor([5]), torch.tensor([300]), values)
+    many = model(torch.tensor([9, 5]), torch.tensor([3, 300]), values)
     torch.testing.assert_close(many[1:], one, rtol=1e-5, atol=1e-5)
     none = torch.tensor([], dtype=torch.long)
-    assert model(none, none, lambda layer, q, k, v: q).shape == (0, 64)
+    assert model(none, none, values).shape == (0, 64)
 
 
 @pytest.mark.parametrize(

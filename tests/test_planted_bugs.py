@@ -12,7 +12,7 @@ from methods import ASPIRE, IDENTITY, METHODS, ids, prompts, requests, run
 from torch import Tensor
 
 import aspire.verify
-from aspire.attention import Plan, RowGroups
+from aspire.attention import PassRows, Plan
 from aspire.kernels.attention import Rows
 from aspire.model.decoder import Decoder
 from aspire.policies import Fixed, Method, Probe, Refresh, TopBlocks
@@ -87,40 +87,41 @@ def compare_shifted_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def draft_misses_its_last_token(patch: pytest.MonkeyPatch) -> None:
-    healthy = RowGroups.draft_rows
+    healthy = PassRows.__call__
 
-    def draft_rows(self: RowGroups, layer: int) -> Rows:
-        rows = healthy(self, layer)
-        return replace(rows, position=rows.position - 1)  # attention only: rotary angles and entries stay
+    def rows_of(self: PassRows, layer: int) -> list[Rows]:
+        drafting = self.plan.start[self.plan.draft]  # attention only: rotary angles and entries stay
+        return [replace(r, position=r.position - torch.isin(r.start, drafting).long()) for r in healthy(self, layer)]
 
-    patch.setattr(RowGroups, "draft_rows", draft_rows)
+    patch.setattr(PassRows, "__call__", rows_of)
 
 
 def draft_position_off_by_one(patch: pytest.MonkeyPatch) -> None:
     plans: list[Plan] = []
-    healthy_init, healthy_forward = RowGroups.__init__, Decoder.forward
+    healthy_init, healthy_forward = PassRows.__init__, Decoder.forward
 
-    def remember(self: RowGroups, plan: Plan, *args: object) -> None:
+    def remember(self: PassRows, plan: Plan, *args: object, **kw: object) -> None:
         plans.append(plan)
-        healthy_init(self, plan, *args)  # type: ignore[arg-type]
+        healthy_init(self, plan, *args, **kw)  # type: ignore[arg-type]
 
     def forward(self: Decoder, tokens: Tensor, positions: Tensor, attend: object) -> Tensor:
-        if plans and len(plans[-1].row_of_token) == len(tokens):
-            positions = positions + (~plans[-1].verify)[plans[-1].row_of_token].long()
+        if plans and plans[-1].tokens == len(tokens):
+            positions = positions + plans[-1].draft[plans[-1].row_of_token].long()
             plans.clear()
         return healthy_forward(self, tokens, positions, attend)  # type: ignore[arg-type]
 
-    patch.setattr(RowGroups, "__init__", remember)
+    patch.setattr(PassRows, "__init__", remember)
     patch.setattr(Decoder, "forward", forward)
 
 
 def selection_not_trimmed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Stepper, "_trim_selection", lambda self, state, slots: None)
+    patch.setattr(Stepper, "_trim_selection", lambda self, state, verified: None)
 
 
 def only_the_tail_trimmed(patch: pytest.MonkeyPatch) -> None:
-    def trim(self: Stepper, state: SlotState, slots: Tensor) -> None:
-        state.tail_start[slots] = torch.minimum(state.tail_start[slots], state.length[slots] - 1)
+    def trim(self: Stepper, state: SlotState, verified: Tensor) -> None:
+        tail = torch.minimum(state.tail_start, state.length - 1)
+        state.tail_start.copy_(torch.where(verified, tail, state.tail_start))
 
     patch.setattr(Stepper, "_trim_selection", trim)
 
@@ -181,7 +182,7 @@ def test_trim_drops_what_was_taken_back(
 ) -> None:
     """A22: after a rollback to `length`, no selected block and no tail may begin past what is final."""
     state = selected_state(blocks, count, tail_start, length, block=1)
-    Stepper._trim_selection(None, state, torch.tensor([0]))  # type: ignore[arg-type]
+    Stepper._trim_selection(None, state, torch.tensor([True]))  # type: ignore[arg-type]
     assert (int(state.block_count[0, 0]), int(state.tail_start[0])) == (kept, tail)
 
 
@@ -190,7 +191,7 @@ def test_trim_never_drops_the_last_committed_token() -> None:
     for block in (1, 3, 16):
         for length in range(1, 40):
             state = selected_state([0, 1, 2], 3, 48, length, block)
-            Stepper._trim_selection(None, state, torch.tensor([0]))  # type: ignore[arg-type]
+            Stepper._trim_selection(None, state, torch.tensor([True]))  # type: ignore[arg-type]
             tail, count = int(state.tail_start[0]), int(state.block_count[0, 0])
             assert tail <= length - 1
             assert all(b * block + block <= tail for b in state.blocks[0, 0, :count].tolist())

@@ -224,25 +224,25 @@ def stepper_for(how: Verification, candidates: int = VOCAB) -> Stepper:
     return Stepper(model, None, Method(), how, candidates)  # type: ignore[arg-type]
 
 
-def play_round(stepper: Stepper, state: SlotState, draft: Q_OF, target: Tensor) -> tuple[SlotState, Verdict]:
+def play_round(stepper: Stepper, state: SlotState, draft: Q_OF, target: Tensor) -> Verdict:
     """Draft, verify and commit by the step's own functions; the logits are scripted instead of computed."""
     token = state.last_token
     for column in range(state.longest_draft):
         plan = Plan.of(state, torch.zeros_like(state.active))
-        stepper._append_drafts(plan, state, stepper._filter(plan, state, draft(state, token)))
+        stepper._append_drafts(plan, state, *stepper._filter(plan, state, draft(state, token)))
         token = state.draft_tokens[:, column]
     plan = Plan.of(state, state.active)
     fed = torch.cat([state.last_token[:, None], state.draft_tokens], 1).flatten()
-    verdict = stepper._verify(plan, state, stepper._filter(plan, state, target[fed]))
-    assert verdict is not None
-    return stepper._commit(plan, state, verdict), verdict
+    verdict = stepper._verify(plan, state, *stepper._filter(plan, state, target[fed]))
+    stepper._commit(plan, state, verdict)
+    return verdict
 
 
 def two_tokens(stepper: Stepper, state: SlotState, draft: Q_OF, target: Tensor) -> tuple[Tensor, Tensor]:
     """The first two emitted tokens as one number, and how many drafts the first round kept.  # [B], [B]"""
-    state, one = play_round(stepper, state, draft, target)
+    one = play_round(stepper, state, draft, target)
     kept = one.accepted.clone()
-    state, two = play_round(stepper, state, draft, target)
+    two = play_round(stepper, state, draft, target)
     second = torch.where(kept > 0, one.tokens[:, 1], two.tokens[:, 0])
     return one.tokens[:, 0] * VOCAB + second, kept
 
@@ -312,8 +312,8 @@ def test_the_joint_check_catches_a_raw_draft_distribution() -> None:
     stepper, target, other = stepper_for(REJECTION), table(1), table(2)
     append = stepper._append_drafts
 
-    def append_raw(plan: Plan, state: SlotState, dist: Filtered) -> None:
-        append(plan, state, dist)
+    def append_raw(plan: Plan, state: SlotState, dist: Filtered, picks: Tensor) -> None:
+        append(plan, state, dist, picks)
         state.q_probs[:] = (state.q_probs.log() / 2).softmax(-1)  # as if the temperature had been forgotten
 
     stepper._append_drafts = append_raw  # type: ignore[method-assign]
@@ -327,14 +327,14 @@ def test_a_greedy_draft_is_judged_as_one_hot(soft: bool, expected: list[float]) 
     stepper = stepper_for(Verification("rejection", "greedy"), candidates=2)
     state = fresh(DRAWS, vocab=2, drafted=1)
     plan = Plan.of(state, ~state.active)
-    stepper._append_drafts(plan, state, rows_of([0.8, 0.2]))
+    stepper._append_drafts(plan, state, rows_of([0.8, 0.2]), torch.ones(DRAWS, dtype=torch.int64))  # no argmax
     assert state.draft_tokens.eq(0).all()
     assert torch.equal(state.q_probs, torch.tensor([1.0, 0.0]).expand(DRAWS, 1, 2))
     if soft:
         state.q_probs[:] = torch.tensor([0.8, 0.2])
     p = rows_of([0.6, 0.4])
-    verdict = stepper._verify(Plan.of(state, state.active), state, flat(joined(p, p)))
-    assert verdict is not None
+    target = flat(joined(p, p))
+    verdict = stepper._verify(Plan.of(state, state.active), state, target, torch.zeros(2 * DRAWS, dtype=torch.int64))
     assert follows(verdict.tokens[:, 0], expected)
 
 

@@ -21,7 +21,7 @@ def cpu(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root, names = tmp_path_factory.mktemp("gpu"), ["aime25", "longbench_16k", "longbench_v2_80k"]
-    shapes = write_comparison(root, names, "qwen3_1_7b", evidence="shapes", acceptance="emulated:hetero", **GPU)
+    shapes = write_comparison(root, names, "qwen3_1p7b", evidence="shapes", acceptance="emulated:hetero", **GPU)
     return shapes + write_comparison(
         root / "m", names, "qwen3_8b", evidence="modelled", acceptance="emulated:replay", **GPU
     )
@@ -64,7 +64,7 @@ def test_a_baseline_of_another_run_gives_a_reason(tmp_path: Path) -> None:
 
 def test_published_numbers_stand_where_they_exist(cpu: list[Path], gpu: list[Path]) -> None:
     table = tables.frame(tables.load(gpu)).set_index(["model", "benchmark", "method"])
-    assert table.loc[("qwen3_1_7b", "longbench_v2_80k", "aspire"), figures.PAPER] == 4.58
+    assert table.loc[("qwen3_1p7b", "longbench_v2_80k", "aspire"), figures.PAPER] == 4.58
     assert table.loc[("qwen3_8b", "longbench_v2_80k", "aspire_fixed"), figures.PAPER] == 2.22
     assert pd.isna(table.loc[("qwen3_8b", "aime25", "sparsespec"), figures.PAPER])
     shown = tables.display(tables.frame(tables.load(cpu)))
@@ -74,7 +74,7 @@ def test_published_numbers_stand_where_they_exist(cpu: list[Path], gpu: list[Pat
 def test_emulated_and_modelled_rows_are_marked_and_explained(gpu: list[Path], tmp_path: Path) -> None:
     markdown = tables.write_tables(gpu, tmp_path)[0].read_text()
     rows = [line for line in markdown.splitlines() if line.startswith("| qwen3")]
-    assert all("†" in line for line in rows if "qwen3_1_7b" in line)
+    assert all("†" in line for line in rows if "qwen3_1p7b" in line)
     assert all("‡" in line for line in rows if "qwen3_8b" in line)
     assert "† emulated acceptance" in markdown
     assert "‡ modelled" in markdown
@@ -83,7 +83,7 @@ def test_emulated_and_modelled_rows_are_marked_and_explained(gpu: list[Path], tm
 def test_published_means_are_those_the_source_states() -> None:
     table = pd.read_csv(tables.RESULTS / "paper" / "fig1_speedups.csv")
     means = table[table["method"] != "aspire_fixed"].groupby(["model", "method"])["speedup"].mean().round(2)
-    assert means["qwen3_1_7b"].to_dict() == {"magicdec_stream": 2.62, "vegas": 2.62, "aspire": 3.34}
+    assert means["qwen3_1p7b"].to_dict() == {"magicdec_stream": 2.62, "vegas": 2.62, "aspire": 3.34}
     assert means["qwen3_8b"].to_dict() == {"magicdec_stream": 1.51, "vegas": 1.63, "aspire": 2.08}
     assert means["ds_r1_llama_8b"].to_dict() == {"aspire": 2.14}
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from aspire.kernels.heads import Heads, rotate_heads
 from aspire.model import Decoder, ModelSpec, hf_state_dict, random_weights
 
 
@@ -74,9 +75,9 @@ def to_hf(model: Decoder) -> PreTrainedModel:
     return twin.eval()
 
 
-def dense_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one sequence that starts at position 0; no cache. [T, H, D] -> [T, Hq, D]."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, H, T, D]
+def dense_attend(layer: int, heads: Heads) -> Tensor:
+    """Causal attention of one sequence that starts at position 0; no cache. -> [T, Hq, D]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in rotate_heads(heads))  # [1, H, T, D]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 

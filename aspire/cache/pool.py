@@ -54,15 +54,19 @@ class KVPool:
         return child
 
     def truncate(self, pages: PageList, tokens: int) -> None:
-        """Keep the first `tokens` of a sequence; what lies past them is forgotten (and NaN when poisoned)."""
-        stop = len(pages.pages) * self.page_size
+        """Keep the first `tokens` of a sequence and give back the pages past them (NaN when poisoned)."""
         cut = pages.pages[tokens // self.page_size : self.allocator.pages_for(tokens)]
         assert all(self.allocator.owners[page] == 1 for page in cut), "cannot cut into a shared page"
-        if self.poison and tokens < stop:
+        if self.poison and tokens < len(pages.pages) * self.page_size:
             self._forget(self.entries(pages, tokens, self.allocator.pages_for(tokens) * self.page_size))
         for page in self.allocator.truncate(pages, tokens):
             if self.poison:
                 self._forget(torch.arange(page * self.page_size, (page + 1) * self.page_size, device=self.k.device))
+
+    def forget(self, pages: PageList, tokens: int) -> None:
+        """What lies past the first `tokens` of a sequence is of no use any more: NaN when poisoned."""
+        if self.poison:
+            self._forget(self.entries(pages, tokens, len(pages.pages) * self.page_size))
 
     def release(self, pages: PageList) -> None:
         self.truncate(pages, 0)

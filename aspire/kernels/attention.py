@@ -4,89 +4,39 @@ Contract of `mixed_attention`. q [T, Hq, D], k_cache and v_cache [M, Hkv, D] of 
 belong to which row and which keys each may read; Hq is a multiple of Hkv. Query w of row r stands at position
 rows.position[r] + w and sees keys up to its own position: all of them in a dense row; in a selected row those in
 the row's blocks and those from tail_start on. out [T, Hq, D] is written at the queries of the rows and nowhere else.
-Entries past a row's last position are never read: they may be NaN.
+Entries past a row's last position are never read: they may be NaN. A row of width 0 reads and writes nothing.
+
+On a GPU the same read can leave the logits of some queries behind (`Taps`), from which kernels/scores.py makes the
+scores that a selection is chosen by.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aspire.kernels.blocks import resolve_triton, unit_of
+from aspire.kernels.jit import jit, power_of_2, tl, wanted
+from aspire.kernels.rows import BlockSet, Rows
+from aspire.kernels.work import Work, plan_work
 
-@dataclass(frozen=True)
-class BlockSet:
-    """What selected rows may read: blocks [R, K] or [Hkv, R, K] ascending, count [R] or [Hkv, R], tail_start [R]."""
-
-    blocks: Tensor
-    count: Tensor
-    tail_start: Tensor
-    block_size: int
+__all__ = ["BlockSet", "Rows", "Taps", "gather_keys", "mixed_attention", "workspace"]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of one attention call.
+class Taps:
+    """Where the logits of probed queries go, as kernels/scores.py takes them.
 
-    start, width, position [R] int64: first query in q, number of queries, position of the first.
-    page_table [R, P] int64. selection None = dense.
+    rows [R] bool: the probed rows. every: all queries of a row, or its first and its last. logits [R, Q, Hq, L] fp16 or
+    fp32, written at the positions a query sees: query w at index w, or the first at 0 and the last at 1 (a row one
+    query wide: 0). lse [T, Hq] fp32, log2 of the sum of 2^logit, of all queries of the pass.
     """
 
-    start: Tensor
-    width: Tensor
-    position: Tensor
-    page_table: Tensor
-    page_size: int
-    selection: BlockSet | None = None
-
-    @cached_property
-    def queries(self) -> Tensor:
-        """Index of each query in q; short rows repeat their last one.  # [R, W]"""
-        w = torch.arange(int(self.width.max()), device=self.start.device)
-        return self.start[:, None] + torch.minimum(w, self.width[:, None] - 1)
-
-    @cached_property
-    def keys(self) -> tuple[Tensor, Tensor]:
-        """Positions of the keys and which are real, [R, L] or [Hkv, R, L]. Padding stands at position 0."""
-        last = self.position + self.width - 1  # [R]
-        chosen = self.selection
-        start = torch.zeros_like(last) if chosen is None else chosen.tail_start
-        length = last + 1 - start
-        tail = start[:, None] + torch.arange(int(length.max()), device=last.device)
-        real = tail <= last[:, None]
-        if chosen is not None:
-            used = int(chosen.count.max())
-            blocks = chosen.blocks[..., :used]
-            inside = torch.arange(chosen.block_size, device=last.device)
-            head = (blocks[..., None] * chosen.block_size + inside).flatten(-2)
-            rank = torch.arange(used, device=last.device).repeat_interleave(chosen.block_size)
-            head_real = rank < chosen.count[..., None]
-            shape = (*head.shape[:-1], tail.shape[-1])
-            tail = torch.cat([head, tail.expand(shape)], -1)
-            real = torch.cat([head_real, real.expand(shape)], -1)
-        return torch.where(real, tail, 0), real
-
-    @cached_property
-    def entries(self) -> Tensor:
-        """Pool entries of `keys`, the same shape."""
-        positions, _ = self.keys
-        table = self.page_table.expand(*positions.shape[:-1], -1)
-        return table.gather(-1, positions // self.page_size) * self.page_size + positions % self.page_size
-
-    @cached_property
-    def bias(self) -> Tensor | None:
-        """Additive mask [R, 1 or Hkv, W, L], None where every key is real and every row one query wide."""
-        positions, real = self.keys
-        width = self.queries.shape[1]
-        if width == 1 and bool(real.all()):
-            return None
-        at = self.position[:, None] + torch.minimum(
-            torch.arange(width, device=self.position.device), self.width[:, None] - 1
-        )  # [R, W]
-        seen = real[..., None, :] & (positions[..., None, :] <= at[..., None])  # [(Hkv,) R, W, L]
-        bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
-        return bias.transpose(0, 1) if bias.dim() == 4 else bias[:, None]
+    rows: Tensor
+    every: bool
+    logits: Tensor
+    lse: Tensor
 
 
 _workspace: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
@@ -114,7 +64,12 @@ def gather_keys(cache: Tensor, entries: Tensor, name: str) -> Tensor:
 
 
 def mixed_attention_torch(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, out: Tensor) -> None:
-    """The twin: gather the keys of each row, pad to the longest, one scaled-dot-product call."""
+    """The twin: for dense and for selected rows, gather the keys of each, pad, one scaled-dot-product call."""
+    for part in rows.parts:
+        _attend_alike(q, k_cache, v_cache, part, out)
+
+
+def _attend_alike(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, out: Tensor) -> None:
     kv_heads, dim = k_cache.shape[1:]
     group = q.shape[1] // kv_heads
     index = rows.queries  # [R, W]
@@ -127,6 +82,269 @@ def mixed_attention_torch(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Row
     out[index] = unfolded  # short rows write their last query again, with the same value
 
 
-def mixed_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, out: Tensor) -> None:
-    """Attention of `rows`; see the contract at the head of this file."""
-    mixed_attention_torch(q, k_cache, v_cache, rows, out)
+@jit
+def _keys(cache, page, slot, offset, d, page_stride, token_stride, ok, DIM: tl.constexpr, MASKED: tl.constexpr):
+    """Keys or values of a tile, 0 where not ok.  # [N, D]"""
+    at = cache + (page * page_stride + slot * token_stride + offset)[:, None] + d[None, :]
+    if MASKED:
+        return tl.load(at, mask=ok[:, None] & (d < DIM)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@jit
+def _absorb(acc, top, total, s, v, scale, PRECISION: tl.constexpr, MASKED: tl.constexpr):
+    """One tile of logits [M, N] and values [N, D] into the running softmax, in powers of two."""
+    peak = tl.maximum(top, tl.max(s, 1) * scale)
+    safe = peak
+    if MASKED:  # a query may have seen nothing yet
+        safe = tl.where(peak == float("-inf"), 0.0, peak)
+    p = tl.exp2(s * scale - safe[:, None])
+    fade = tl.exp2(top - safe)
+    acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return acc, peak, total * fade + tl.sum(p, 1)
+
+
+@jit
+def _attention_kernel(
+    q, k_cache, v_cache, out, parts, part_lse, pieces, spans, start, width, position, page_table, sparse, units, count,
+    tail_start, lse, tapped, logits, rows, pages, capacity, q_stride, page_stride, token_stride, head_stride, scale,
+    logits_row, logits_query, logits_head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, DENSE: tl.constexpr, PER_HEAD: tl.constexpr,
+    TAPS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    head, piece = tl.program_id(0), tl.program_id(1)
+    row = tl.load(pieces + piece * 3)
+    if row < 0:
+        return
+    begin, end = tl.load(pieces + piece * 3 + 1), tl.load(pieces + piece * 3 + 2)
+    wide, first, at = tl.load(width + row), tl.load(start + row), tl.load(position + row)
+    row64 = row.to(tl.int64)
+    m, d, n = tl.arange(0, M), tl.arange(0, D), tl.arange(0, N)
+    w = m // GROUP
+    live = w < wide
+    q_head = head * GROUP + m % GROUP
+    q_at = (first + w) * q_stride + q_head * DIM
+    queries = tl.load(q + q_at[:, None] + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)
+    stop = at + wide
+    acc = tl.zeros((M, D), dtype=tl.float32)
+    top = tl.full((M,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((M,), dtype=tl.float32)
+    offset = head.to(tl.int64) * head_stride
+    padded: tl.constexpr = D != DIM
+    tail = stop * 0
+    head_tiles = begin * 0
+    if not DENSE:
+        if tl.load(sparse + row) != 0:
+            tail = tl.load(tail_start + row)
+            line = row64
+            most = tl.load(count + row64)
+            if PER_HEAD:
+                for h in range(1, KV_HEADS):
+                    most = tl.maximum(most, tl.load(count + h * rows + row64))
+                line += head.to(tl.int64) * rows
+            keys = tl.load(count + line) * BLOCK
+            listed = units + line * capacity
+            head_tiles = ((most * BLOCK + N - 1) // N).to(tl.int32)
+            whole = tl.minimum(end, (keys // N).to(tl.int32))
+            for t in tl.range(begin, whole, num_stages=STAGES):
+                j = t * N + n
+                entry = tl.load(listed + j // UNIT).to(tl.int64) + j % UNIT
+                page, slot = entry // PAGE, entry % PAGE
+                k = _keys(k_cache, page, slot, offset, d, page_stride, token_stride, n >= 0, DIM, padded)
+                v = _keys(v_cache, page, slot, offset, d, page_stride, token_stride, n >= 0, DIM, padded)
+                s = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+                acc, top, total = _absorb(acc, top, total, s, v, scale, PRECISION, False)
+            for t in range(tl.maximum(begin, whole), tl.minimum(end, head_tiles)):
+                j = t * N + n
+                ok = j < keys
+                entry = tl.load(listed + j // UNIT, mask=ok, other=0).to(tl.int64) + j % UNIT
+                page, slot = entry // PAGE, entry % PAGE
+                k = _keys(k_cache, page, slot, offset, d, page_stride, token_stride, ok, DIM, True)
+                v = _keys(v_cache, page, slot, offset, d, page_stride, token_stride, ok, DIM, True)
+                s = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+                s = tl.where(ok[None, :], s, float("-inf"))
+                acc, top, total = _absorb(acc, top, total, s, v, scale, PRECISION, True)
+    table = page_table + row64 * pages
+    from_tail = tl.maximum(begin, head_tiles)
+    whole = from_tail
+    if TAPS == 0:  # tiles that every query sees whole
+        whole = tl.minimum(end, head_tiles + (tl.maximum(at + 1 - tail, 0) // N).to(tl.int32))
+        for t in tl.range(from_tail, whole, num_stages=STAGES):
+            pos = tail + (t - head_tiles) * N + n
+            page, slot = tl.load(table + pos // PAGE), pos % PAGE
+            k = _keys(k_cache, page, slot, offset, d, page_stride, token_stride, n >= 0, DIM, padded)
+            v = _keys(v_cache, page, slot, offset, d, page_stride, token_stride, n >= 0, DIM, padded)
+            s = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+            acc, top, total = _absorb(acc, top, total, s, v, scale, PRECISION, False)
+    for t in tl.range(tl.maximum(from_tail, whole), end, num_stages=STAGES if TAPS > 0 else 1):
+        pos = tail + (t - head_tiles) * N + n
+        ok = pos < stop
+        page, slot = tl.load(table + pos // PAGE, mask=ok, other=0), pos % PAGE
+        k = _keys(k_cache, page, slot, offset, d, page_stride, token_stride, ok, DIM, True)
+        v = _keys(v_cache, page, slot, offset, d, page_stride, token_stride, ok, DIM, True)
+        s = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+        seen = ok[None, :] & (pos[None, :] <= (at + w)[:, None])
+        s = tl.where(seen, s, float("-inf"))
+        acc, top, total = _absorb(acc, top, total, s, v, scale, PRECISION, True)
+        if TAPS > 0:
+            if tl.load(tapped + row) != 0:
+                index, kept = w, live
+                if TAPS == 1:
+                    index = tl.where(w == 0, 0, 1)
+                    kept = live & ((w == 0) | (w == wide - 1))
+                line = row64 * logits_row + index * logits_query + q_head * logits_head
+                put = logits + line[:, None] + pos[None, :]
+                tl.store(put, (s * scale).to(logits.dtype.element_ty), mask=seen & kept[:, None])
+    sums = tl.where(total > 0, total, 1.0)
+    acc = acc / sums[:, None]
+    log_sum = top + tl.log2(sums)
+    if tl.load(spans + row * 2 + 1) == 1:
+        inside = live[:, None] & (d < DIM)[None, :]
+        tl.store(out + ((first + w) * KV_HEADS * GROUP + q_head)[:, None] * DIM + d[None, :], acc, mask=inside)
+        if TAPS > 0:
+            tl.store(lse + (first + w) * KV_HEADS * GROUP + q_head, log_sum, mask=live)
+    else:
+        slot = piece.to(tl.int64) * KV_HEADS + head
+        tl.store(parts + (slot * M + m)[:, None] * D + d[None, :], acc, mask=live[:, None])
+        tl.store(part_lse + slot * M + m, log_sum, mask=live)
+
+
+@jit
+def _merge_kernel(
+    parts, part_lse, spans, start, width, out, lse,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    CHUNK: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Pieces of one query and head, weighted by their share of the softmax."""
+    row, w, q_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, number = tl.load(spans + row * 2), tl.load(spans + row * 2 + 1)
+    if (number < 2) | (w >= tl.load(width + row)):
+        return
+    c, d = tl.arange(0, CHUNK), tl.arange(0, D)
+    m = w * GROUP + q_head % GROUP
+    acc = tl.zeros((D,), dtype=tl.float32)
+    top, total = float("-inf"), 0.0
+    for base in range(0, number, CHUNK):
+        ok = base + c < number
+        slot = ((first + base + c).to(tl.int64) * KV_HEADS + q_head // GROUP) * M + m
+        each = tl.load(part_lse + slot, mask=ok, other=float("-inf"))
+        part = tl.load(parts + slot[:, None] * D + d[None, :], mask=ok[:, None], other=0.0)
+        peak = tl.maximum(top, tl.max(each, 0))
+        safe = tl.where(peak == float("-inf"), 0.0, peak)
+        weight = tl.exp2(each - safe)
+        fade = tl.exp2(top - safe)
+        acc = acc * fade + tl.sum(part * weight[:, None], 0)
+        total = total * fade + tl.sum(weight, 0)
+        top = peak
+    at = (tl.load(start + row) + w) * KV_HEADS * GROUP + q_head
+    tl.store(out + at * DIM + d, acc / total, mask=d < DIM)
+    if TAPS > 0:
+        tl.store(lse + at, top + tl.log2(total))
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How one shape is run. tile: keys a tile; pieces: how many a multiprocessor takes, summed over heads."""
+
+    tile: int = 64
+    warps: int = 4
+    stages: int = 3
+    pieces: int = 6
+
+
+def query_tile(widest: int, group: int) -> int:
+    """Rows of the matrix product: queries of a row times the group, filled up; 16 is the least the hardware takes."""
+    return max(16, power_of_2(widest * group))
+
+
+def tuning(m: int, dim: int, dense: bool) -> Tuning:
+    """The entry of the table for this shape; found by `make bench-kernels ARGS=tune`."""
+    return Tuning()
+
+
+def budget(tune: Tuning, device: torch.device, kv_heads: int) -> int:
+    """Pieces that all rows together are cut into, for one head."""
+    if device.type != "cuda":
+        return 5  # the interpreter: a few, so that splitting is exercised
+    return max(1, tune.pieces * torch.cuda.get_device_properties(device).multi_processor_count // kv_heads)
+
+
+def plan_rows(rows: Rows, group: int, kv_heads: int, dim: int) -> Work:
+    """The split of one call; a pass plans all its layers at once instead, see attention.py."""
+    chosen = rows.selection
+    tune = tuning(query_tile(rows.widest or 1, group), dim, chosen is None)
+    pieces = budget(tune, rows.start.device, kv_heads)
+    if chosen is None:
+        return plan_work(rows.width, rows.position, tune.tile, pieces)[0]
+    sparse = torch.ones_like(rows.width, dtype=torch.bool) if rows.sparse is None else rows.sparse
+    heads = chosen.count.shape[0] if chosen.count.dim() == 2 else 1
+    return plan_work(
+        rows.width, rows.position, tune.tile, pieces, sparse, chosen.count.view(heads, -1), chosen.tail_start,
+        chosen.block_size, heads,
+    )[0]  # fmt: skip
+
+
+def mixed_attention_triton(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, out: Tensor, taps: Taps | None = None,
+    tune: Tuning | None = None,
+) -> None:  # fmt: skip
+    """The launcher: two launches, the second for rows that were split. rows.widest must be set."""
+    kv_heads, dim = k_cache.shape[-2:]
+    group = q.shape[1] // kv_heads
+    assert rows.widest is not None and q.stride(1) == dim and out.is_contiguous(), "contiguous heads, a known width"
+    assert q.shape[1] % kv_heads == 0 and k_cache.stride() == v_cache.stride() and k_cache.stride(-1) == 1
+    m, page = query_tile(rows.widest, group), rows.page_size
+    tune = tune or tuning(m, dim, rows.selection is None)
+    work = rows.work or plan_rows(rows, group, kv_heads, dim)
+    assert work.tile == tune.tile, "planned for another tile"
+    chosen, d = rows.selection, max(16, power_of_2(dim))
+    token_stride, head_stride = k_cache.stride()[-3:-1]
+    page_stride = k_cache.stride(0) * (page if k_cache.dim() == 3 else 1)
+    size = work.pieces.shape[0]
+    parts = torch.empty(size, kv_heads, m, d, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(size, kv_heads, m, dtype=torch.float32, device=q.device)
+    units, sparse, count, tail, unit, per_head = rows.position, rows.position, rows.position, rows.position, 1, False
+    if chosen is not None:
+        per_head, unit = chosen.blocks.dim() == 3, unit_of(chosen.block_size, page)
+        sparse = torch.ones_like(rows.width, dtype=torch.bool) if rows.sparse is None else rows.sparse
+        count, tail = chosen.count.contiguous(), chosen.tail_start
+        units = units_of(rows, chosen, sparse)
+        sparse = sparse.view(torch.uint8)
+    lse = part_lse if taps is None else taps.lse
+    logits = part_lse if taps is None else taps.logits
+    strides = (0, 0, 0) if taps is None else taps.logits.stride()[:3]
+    tapping = 0 if taps is None else 1 + taps.every
+    common = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "D": d, "M": m, "TAPS": tapping}
+    _attention_kernel[(kv_heads, size)](
+        q, k_cache, v_cache, out, parts, part_lse, work.pieces, work.spans, rows.start, rows.width, rows.position,
+        rows.page_table, sparse, units, count, tail, lse, part_lse if taps is None else taps.rows.view(torch.uint8),
+        logits, len(rows.start), rows.page_table.shape[1], units.shape[-1], q.stride(0), page_stride, token_stride,
+        head_stride, dim**-0.5 * 1.4426950408889634, *strides, N=tune.tile, PAGE=page, UNIT=unit,
+        BLOCK=1 if chosen is None else chosen.block_size, DENSE=chosen is None, PER_HEAD=per_head,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=tune.stages, num_warps=tune.warps, **common,
+    )  # fmt: skip
+    grid = (len(rows.start), rows.widest, q.shape[1])
+    _merge_kernel[grid](parts, part_lse, work.spans, rows.start, rows.width, out, lse, CHUNK=16, num_warps=4, **common)
+
+
+def units_of(rows: Rows, chosen: BlockSet, sparse: Tensor) -> Tensor:
+    """Pool entries of the selected blocks; made here for a call that stands alone.  # [R or Hkv, R, K']"""
+    if chosen.units is not None:
+        return chosen.units
+    blocks, count = chosen.blocks, chosen.count
+    scoped = (blocks if blocks.dim() == 3 else blocks[None]).contiguous()
+    counts = (count if count.dim() == 2 else count[None]).contiguous()
+    units = resolve_triton(scoped, counts, rows.page_table, sparse, chosen.block_size, rows.page_size)
+    return units if blocks.dim() == 3 else units[0]
+
+
+def mixed_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, out: Tensor, taps: Taps | None = None
+) -> None:
+    """Attention of `rows`; see the contract at the head of this file. Only the kernel serves taps."""
+    if wanted(q) and rows.widest is not None:
+        mixed_attention_triton(q, k_cache, v_cache, rows, out, taps)
+    else:
+        assert taps is None, "the twin leaves no logits behind"
+        mixed_attention_torch(q, k_cache, v_cache, rows, out)

@@ -1,7 +1,8 @@
 """How do tokens become logits? One decoder for Llama, Qwen2 and Qwen3, which does not know where its cache is.
 
-The pass takes flat tokens with their positions and hands q, k, v of each layer to `attend`; which keys a token
-reads, and where they are kept, is the caller's affair. q, k, v and gate, up are one GEMM each. Inference only.
+The pass takes flat tokens with their positions and hands the projected heads of each layer to `attend`; which keys a
+token reads, and where they are kept, is the caller's affair. q, k, v and gate, up are one GEMM each. Inference only.
+Nothing in a pass depends on data or waits for the device, so that a CUDA graph can hold it.
 """
 
 from typing import Any, Protocol
@@ -10,19 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aspire.kernels.activation import silu_mul
+from aspire.kernels.heads import Angles, Heads
 from aspire.kernels.linear import linear, pack
-from aspire.model.rope import cos_sin, inv_freq, rotate
+from aspire.kernels.norm import add_rms_norm, rms_norm
+from aspire.model.rope import angles, inv_freq
 from aspire.model.spec import ModelSpec
 
 
 class Attend(Protocol):
-    """Stores k and v of a layer, and returns what each query reads."""
+    """Rotates a layer's heads, stores its keys and values, and returns what each query reads."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, Hq, D] and k [T, Hkv, D] are rotated, v [T, Hkv, D] is not; returns [T, Hq, D].
-
-        The three are views with strides of the fused projection, not contiguous.
-        """
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
+        """The projection of all tokens -> [T, Hq, D]; `store_heads` or `rotate_heads` make q, k and v of it."""
         ...
 
 
@@ -48,32 +49,26 @@ class Layer(nn.Module):
         self.down = weight(spec.hidden_size, spec.intermediate_size)
         self.packed: dict[str, Tensor | None] = {}
 
-    def forward(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """x [T, E] -> [T, E]."""
-        q, k, v = self._heads(x, cos, sin)
-        packed = self.packed.get
-        x = x + linear(attend(index, q, k, v).flatten(1), self.out, None, packed("out"))
-        gate, up = linear(self._norm(x, self.mlp_norm), self.gate_up, None, packed("gate_up")).chunk(2, -1)
-        return x + linear(F.silu(gate) * up, self.down, None, packed("down"))
+    def forward(self, index: int, x: Tensor, delta: Tensor | None, at: Angles, attend: Attend) -> tuple[Tensor, Tensor]:
+        """x [T, E] and what is still to be added to it [T, E], None = nothing -> the same two after this layer.
+
+        The sum is left to the next norm, which reads both anyway.
+        """
+        spec, packed = self.spec, self.packed.get
+        if delta is None:
+            normed = rms_norm(x, self.attn_norm, spec.rms_eps)
+        else:
+            x, normed = add_rms_norm(x, delta, self.attn_norm, spec.rms_eps)
+        qkv = linear(normed, self.qkv, self.qkv_bias, packed("qkv"))
+        heads = Heads(qkv, at, self.q_norm, self.k_norm, spec.rms_eps, spec.heads, spec.kv_heads)
+        mixed = linear(attend(index, heads).flatten(1), self.out, None, packed("out"))
+        x, normed = add_rms_norm(x, mixed, self.mlp_norm, spec.rms_eps)
+        gate_up = linear(normed, self.gate_up, None, packed("gate_up"))
+        return x, linear(silu_mul(gate_up), self.down, None, packed("down"))
 
     def pack(self) -> None:
         """Lay the matrices out for this machine; the plain ones stay."""
         self.packed = {name: pack(getattr(self, name)) for name in ("qkv", "out", "gate_up", "down")}
-
-    def _heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated q [T, Hq, D] and k [T, Hkv, D], and v [T, Hkv, D]."""
-        hq, hkv = self.spec.heads, self.spec.kv_heads
-        qkv = linear(self._norm(x, self.attn_norm), self.qkv, self.qkv_bias, self.packed.get("qkv"))
-        qkv = qkv.view(x.shape[0], hq + 2 * hkv, self.spec.head_dim)
-        qk, v = qkv.split((hq + hkv, hkv), 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self._norm(qk[:, :hq], self.q_norm), self._norm(qk[:, hq:], self.k_norm)), 1)
-        q, k = rotate(qk, cos, sin).split((hq, hkv), 1)
-        return q, k, v
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last dimension; the mean square is formed in fp32 whatever the dtype."""
-        return F.rms_norm(x, weight.shape, weight, self.spec.rms_eps)
 
 
 class Decoder(nn.Module):
@@ -96,15 +91,22 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, E] of int64 tokens [T] at int64 positions [T]."""
         x = F.embedding(tokens, self.embed)
-        cos, sin = cos_sin(positions, self.inv_freq, self.attention_scale, x.dtype)
+        at = angles(positions, self.inv_freq, self.attention_scale, x.dtype)
+        delta: Tensor | None = None
         for index, layer in enumerate(self.blocks):
-            x = layer(index, x, cos, sin, attend)
-        return F.rms_norm(x, self.norm.shape, self.norm, self.spec.rms_eps)
+            x, delta = layer(index, x, delta, at, attend)
+        assert delta is not None, "a decoder has at least one layer"
+        return add_rms_norm(x, delta, self.norm, self.spec.rms_eps)[1]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits [N, V] of hidden states [N, E]; V is the rows of the checkpoint, padding included."""
-        return linear(hidden, self.embed if self.head is None else self.head, None, self.packed_head).float()
+        """Logits [N, V] of hidden states [N, E]; V is the rows of the checkpoint, padding included.
+
+        On a CPU fp32. On CUDA in the model's dtype: an upcast would write 4 V bytes a row that are read once, and the
+        sampler upcasts what it loads.
+        """
+        product = linear(hidden, self.embed if self.head is None else self.head, None, self.packed_head)
+        return product if product.is_cuda else product.float()
 
     def pack(self) -> "Decoder":
         """Lay the weights out for this machine, where that helps; call it again after a weight has changed."""

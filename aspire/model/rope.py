@@ -1,4 +1,4 @@
-"""By which angle is a head rotated at a position? Rotary frequencies, and the rotation itself.
+"""By which angle is a head rotated at a position? Rotary frequencies; the rotation is in kernels/heads.py.
 
 Frequencies stay fp32 and angles are formed from integer positions on the fly: a bf16 phase is wrong by 0.1 at
 position 257 and meaningless beyond 4k, and a table would cost memory at 131k positions for nothing.
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aspire.kernels.heads import Angles
 from aspire.model.spec import ModelSpec
 
 
@@ -77,16 +78,8 @@ def _yarn_scale(rule: dict[str, Any]) -> float:
     return float(given) if given is not None else 0.1 * math.log(max(rule["factor"], 1.0)) + 1.0
 
 
-def cos_sin(positions: Tensor, freq: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and signed sin, each [T, 1, D], of int64 positions [T] under fp32 frequencies [D/2].
-
-    The first half of sin is negated here, once per pass, so that `rotate` needs no negation per layer.
-    """
+def angles(positions: Tensor, freq: Tensor, scale: float, dtype: torch.dtype) -> Angles:
+    """Angles of int64 positions [T] under fp32 frequencies [D/2]; dtype is the model's."""
     angle = positions.to(torch.float32)[:, None] * freq  # [T, D/2]
-    cos, sin = angle.cos() * scale, angle.sin() * scale
-    return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads [T, H, D] in the half-split layout of Hugging Face; cos and sin come from `cos_sin`."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    cos, sin = angle.cos(), angle.sin()
+    return Angles(cos, sin, dtype) if scale == 1.0 else Angles(cos * scale, sin * scale, dtype)

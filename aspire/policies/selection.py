@@ -4,6 +4,7 @@ A selection never touches attention: it declares a `Probe`, the engine delivers 
 that one budget serves every block size.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -54,6 +55,11 @@ class Selected:
 def share(count: Tensor, ratio: float) -> Tensor:
     """ceil(count * ratio) as on paper: a product that is whole but for rounding does not go up.  # int64"""
     return (count.double() * ratio - 1e-6).ceil().long()
+
+
+def share_of(count: int, ratio: float) -> int:
+    """`share` of one number, for sizes the host knows: a captured graph may not copy it to the device."""
+    return math.ceil(count * ratio - 1e-6)
 
 
 class Selection(ABC):
@@ -132,7 +138,7 @@ class TopBlocks(Selection):
         return -(-tokens // self.block)
 
     def capacity(self, max_len: int) -> int:
-        return int(self.budget(torch.tensor([max_len])))
+        return max(share_of(-(-max_len // self.block), self.ratio), -(-self.floor // self.block))
 
     def select(self, scores: Tensor | None, seen: Tensor, length: Tensor) -> Selected:
         assert scores is not None, "TopBlocks needs scores"
@@ -151,8 +157,11 @@ class TopBlocks(Selection):
     def block_scores(self, scores: Tensor) -> Tensor:
         """Sum of token importance over each block; sinks come first.  # [S, R, L / block]"""
         s, r, length = scores.shape
-        padded = torch.nn.functional.pad(scores, (0, -length % self.block))
-        summed = padded.view(s, r, -1, self.block).sum(-1)
+        summed = scores
+        if self.block > 1:
+            padded = torch.nn.functional.pad(scores, (0, -length % self.block))
+            summed = padded.view(s, r, -1, self.block).sum(-1)
         if self.sinks:
+            summed = summed.clone() if summed is scores else summed
             summed[..., : -(-self.sinks // self.block)] = float("inf")
         return summed

@@ -1,0 +1,136 @@
+"""How is the reading of a pass split over a GPU? Rows of very different length become near-equal pieces, on the device.
+
+Contract of `plan_work`. The keys of a row are cut into tiles of TILE keys: first those of its head (the selected units,
+count * unit keys), then those of its tail (positions tail_start .. position + width - 1). A dense row has no head and
+tail_start 0; a row of width 0 reads nothing. All tiles together are shared out over at most `budget` pieces plus one a
+row, each a run of tiles of one row. Result, for every plan p of the S plans: pieces [S, budget + R, 3] int32 = (row,
+first tile, end tile), row -1 where there is none; spans [S, R, 2] int32 = (first piece, number of pieces) of each row.
+The grid of the attention kernel is the size of `pieces`, whatever the lengths are, so a captured pass stays valid.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aspire.kernels.jit import jit, power_of_2, tl, wanted
+
+
+@dataclass(frozen=True)
+class Work:
+    """One plan: pieces [P, 3] and spans [R, 2], int32; tile: keys a tile."""
+
+    pieces: Tensor
+    spans: Tensor
+    tile: int
+
+
+def row_tiles(
+    width: Tensor, position: Tensor, tile: int, head: Tensor | None = None, tail_start: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Tiles of head and tail of each row; head [S, R] keys, None = dense.  # [S, R] each"""
+    last = position + width
+    heads = torch.zeros_like(last)[None] if head is None else head
+    start = 0 if tail_start is None else tail_start
+    live = width > 0
+    return torch.where(live, -(-heads // tile), 0), torch.where(live, -(-(last - start) // tile), 0).expand_as(heads)
+
+
+def plan_work_torch(tiles: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    """The twin: tiles [S, R] of each row -> (pieces, spans)."""
+    plans, rows = tiles.shape
+    share = (-(-tiles.sum(1) // budget)).clamp(min=1)[:, None]
+    count = -(-tiles // share)
+    first = count.cumsum(1) - count
+    pieces = torch.zeros(plans, budget + rows, 3, dtype=torch.int32, device=tiles.device)
+    number = torch.arange(budget + rows, device=tiles.device)
+    row = (number[:, None] >= first[:, None]).sum(2) - 1  # the last row that starts at or before this piece
+    row = torch.where(number < count.sum(1, keepdim=True), row, -1)
+    at = row.clamp(min=0)
+    begin = (number - first.gather(1, at)) * share
+    pieces[..., 0], pieces[..., 1] = row, begin
+    pieces[..., 2] = torch.minimum(begin + share, tiles.gather(1, at))
+    return pieces, torch.stack([first, count], 2).int()
+
+
+@jit
+def _plan_kernel(
+    width, position, sparse, count, tail_start, pieces, spans, rows, heads, unit, budget, size,
+    R: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    plan = tl.program_id(0)
+    r = tl.arange(0, R)
+    there = r < rows
+    w = tl.load(width + r, mask=there, other=0)
+    tail = tl.load(position + r, mask=there, other=0) + w
+    head_tiles = tl.zeros((R,), dtype=tl.int64)
+    if not DENSE:
+        chosen = tl.load(sparse + r, mask=there, other=0) != 0
+        most = tl.zeros((R,), dtype=tl.int64)
+        for head in range(heads):
+            most = tl.maximum(most, tl.load(count + (plan * heads + head) * rows + r, mask=there, other=0))
+        head_tiles = tl.where(chosen & (w > 0), (most * unit + TILE - 1) // TILE, 0)
+        tail -= tl.where(chosen, tl.load(tail_start + r, mask=there, other=0), 0)
+    tiles = head_tiles + tl.where(w > 0, (tail + TILE - 1) // TILE, 0)
+    share = tl.maximum((tl.sum(tiles, 0) + budget - 1) // budget, 1)
+    number = (tiles + share - 1) // share
+    first = tl.cumsum(number, 0) - number
+    total = tl.sum(number, 0)
+    tl.store(spans + (plan * rows + r) * 2, first.to(tl.int32), mask=there)
+    tl.store(spans + (plan * rows + r) * 2 + 1, number.to(tl.int32), mask=there)
+    for base in range(0, size, P):
+        p = base + tl.arange(0, P)
+        starts = (first[None, :] <= p[:, None]) & there[None, :]  # [P, R]
+        row = tl.sum(starts.to(tl.int32), 1) - 1
+        mine = r[None, :] == row[:, None]
+        begin = (p - tl.sum(tl.where(mine, first[None, :], 0), 1)) * share
+        end = tl.minimum(begin + share, tl.sum(tl.where(mine, tiles[None, :], 0), 1))
+        at = pieces + (plan * size + p) * 3
+        tl.store(at, tl.where(p < total, row, -1), mask=p < size)
+        tl.store(at + 1, begin.to(tl.int32), mask=p < size)
+        tl.store(at + 2, end.to(tl.int32), mask=p < size)
+
+
+def plan_work(
+    width: Tensor, position: Tensor, tile: int, budget: int, sparse: Tensor | None = None,
+    count: Tensor | None = None, tail_start: Tensor | None = None, unit: int = 1, heads: int = 1,
+) -> list[Work]:  # fmt: skip
+    """A plan for each `heads` consecutive scopes of count [S * heads, R] (their largest counts), or one dense plan.
+
+    sparse [R] bool: the rows that read a selection; the others are dense.
+    """
+    rows, plans = width.shape[0], 1 if count is None else count.shape[0] // heads
+    if not wanted(width):
+        head = None
+        if count is not None and sparse is not None and tail_start is not None:
+            head = torch.where(sparse, count.view(plans, heads, rows).amax(1) * unit, 0)
+            tail_start = torch.where(sparse, tail_start, 0)
+        made, spans = plan_work_torch(sum(row_tiles(width, position, tile, head, tail_start)), budget)  # type: ignore
+        return [Work(p, s, tile) for p, s in zip(made, spans)]
+    return plan_work_triton(width, position, tile, budget, sparse, count, tail_start, unit, heads)
+
+
+def plan_work_triton(
+    width: Tensor, position: Tensor, tile: int, budget: int, sparse: Tensor | None = None,
+    count: Tensor | None = None, tail_start: Tensor | None = None, unit: int = 1, heads: int = 1,
+) -> list[Work]:  # fmt: skip
+    """The launcher; see `plan_work`."""
+    rows, plans = width.shape[0], 1 if count is None else count.shape[0] // heads
+    size = budget + rows
+    pieces = torch.empty(plans, size, 3, dtype=torch.int32, device=width.device)
+    spans = torch.empty(plans, rows, 2, dtype=torch.int32, device=width.device)
+    assert count is None or count.is_contiguous(), "counts of all scopes lie together"
+    _plan_kernel[(plans,)](
+        width, position, width if sparse is None else sparse.view(torch.uint8), width if count is None else count,
+        width if tail_start is None else tail_start, pieces, spans, rows, heads, unit, budget, size,
+        R=power_of_2(max(rows, 2)), P=16, TILE=tile, DENSE=count is None,
+    )  # fmt: skip
+    return [Work(p, s, tile) for p, s in zip(pieces, spans)]
+
+
+CASES = [  # (width, position, sparse, count of one scope, tail_start, unit)
+    ([1], [0], [False], [0], [0], 1),
+    ([1, 1, 5], [16, 62, 252], [True, False, False], [1, 0, 0], [16, 0, 0], 16),
+    ([0, 1, 17, 1], [3, 256, 0, 63], [False, True, False, True], [0, 63, 0, 17], [0, 200, 0, 60], 1),
+    ([0, 0], [0, 5], [True, True], [3, 3], [0, 0], 1),
+]
