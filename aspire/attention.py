@@ -15,6 +15,7 @@ from torch import Tensor
 from aspire.cache.pool import KVPool
 from aspire.kernels.attention import BlockSet, Rows, Taps, budget, mixed_attention, query_tile, tuning
 from aspire.kernels.blocks import resolve
+from aspire.kernels.feed import Feed, feed
 from aspire.kernels.heads import Heads, store_heads
 from aspire.kernels.jit import wanted
 from aspire.kernels.scores import probe_scores, reduce_scores
@@ -27,53 +28,36 @@ from aspire.state import SlotState
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows of one decode pass, one a slot.
+    """The rows of one decode pass, one a slot, and what each feeds.
 
-    verify, draft [B] bool; start, width, position [B] int64 as in `Rows`; T tokens, the last of them padding where a
-    pass is launched with more than its rows feed; widest: no row is wider.
+    verify, draft [B] bool; of `feed` see kernels/feed.py; T tokens, the last of them padding where a pass is launched
+    with more than its rows feed; widest: no row is wider.
     """
 
     verify: Tensor
     draft: Tensor
-    start: Tensor
-    width: Tensor
-    position: Tensor
+    feed: Feed
     tokens: int
     widest: int
 
     @classmethod
-    def of(cls, state: SlotState, verify: Tensor, tokens: int | None = None, widest: int | None = None) -> "Plan":
-        """Rows of the active slots; verify [B] bool says which of them verify. None = count, which waits for them."""
+    def of(
+        cls, state: SlotState, verify: Tensor, page_size: int, tokens: int | None = None, widest: int | None = None,
+        fresh: bool = False,
+    ) -> "Plan":  # fmt: skip
+        """Rows of the active slots; verify [B] bool says which of them verify. None = count, which waits for them.
+
+        fresh: key a draft's noise by its column as well, see `Stepper`.
+        """
         verify, draft = state.active & verify, state.active & ~verify
-        width = torch.where(verify, state.drafted + 1, draft.long())
-        position = state.length - 1 + torch.where(verify, 0, state.drafted)
         if tokens is None or widest is None:
+            width = torch.where(verify, state.drafted + 1, draft.long())
             tokens, widest = int(width.sum()), int(width.max())
-        return cls(verify, draft, width.cumsum(0) - width, width, position.clamp(min=0), tokens, widest)
-
-    @cached_property
-    def row_of_token(self) -> Tensor:
-        """Of a padding token some row or other.  # [T] int64"""
-        index = torch.arange(self.tokens, device=self.start.device)
-        return torch.searchsorted(self.start + self.width, index, right=True).clamp(max=len(self.start) - 1)
-
-    @cached_property
-    def real(self) -> Tensor:
-        """Which tokens are no padding.  # [T] bool"""
-        return torch.arange(self.tokens, device=self.start.device) < self.start[-1] + self.width[-1]
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """0 for padding.  # [T] int64"""
-        offset = torch.arange(self.tokens, device=self.start.device)
-        return torch.where(self.real, (self.position - self.start)[self.row_of_token] + offset, 0)
-
-    @cached_property
-    def index(self) -> Tensor:
-        """Token of each query of each row, the last one repeated.  # [B, W]"""
-        columns = torch.arange(self.widest, device=self.start.device)
-        last = (self.start + self.width - 1).clamp(min=0)
-        return torch.minimum(self.start[:, None] + columns, last[:, None])
+        fed = feed(
+            verify, draft, state.drafted, state.length, state.last_token, state.draft_tokens, state.page_table,
+            page_size, tokens, widest, fresh,
+        )  # fmt: skip
+        return cls(verify, draft, fed, tokens, widest)
 
 
 class PassRows:
@@ -93,9 +77,9 @@ class PassRows:
 
     @cached_property
     def dense(self) -> Rows:
-        plan, work = self.plan, self._plan(None)[0] if self.on_gpu else None
+        fed, work = self.plan.feed, self._plan(None)[0] if self.on_gpu else None
         table = self.state.page_table
-        return Rows(plan.start, plan.width, plan.position, table, self.page_size, widest=plan.widest, work=work)
+        return Rows(fed.start, fed.width, fed.position, table, self.page_size, widest=self.plan.widest, work=work)
 
     @cached_property
     def shared(self) -> list[Rows]:
@@ -103,14 +87,14 @@ class PassRows:
 
     def chosen(self, layer: int) -> list[Rows]:
         """The rows of a layer in which draft rows read their selection."""
-        state, plan = self.state, self.plan
+        state, plan, fed = self.state, self.plan, self.plan.feed
         heads = self.spec.kv_heads
         at: int | slice = 0
         if self.scope != "request":
             at = layer if self.scope == "layer" else slice(layer * heads, (layer + 1) * heads)
         units = self.units[at] if self.on_gpu else None
         sets = BlockSet(state.blocks[at], state.block_count[at], state.tail_start, state.block_tokens, units)
-        rows = (plan.start, plan.width, plan.position, state.page_table, self.page_size, sets)
+        rows = (fed.start, fed.width, fed.position, state.page_table, self.page_size, sets)
         if self.on_gpu:
             return [Rows(*rows, plan.draft, plan.widest, self.works[0 if self.scope == "request" else layer])]
         drafts = Rows(*rows).some(plan.draft.nonzero()[:, 0], True)
@@ -135,13 +119,13 @@ class PassRows:
         return self._plan(self.state.block_count)
 
     def _plan(self, count: Tensor | None) -> list[Work]:
-        plan, spec = self.plan, self.spec
-        tune = tuning(query_tile(plan.widest, spec.heads // spec.kv_heads), spec.head_dim, count is None)
-        pieces = budget(tune, plan.width.device, spec.kv_heads)
+        plan, fed, spec = self.plan, self.plan.feed, self.spec
+        tune = tuning(query_tile(plan.widest, spec.heads // spec.kv_heads), count is None)
+        pieces = budget(tune, fed.width.device, spec.kv_heads, len(fed.width))
         if count is None:
-            return plan_work(plan.width, plan.position, tune.tile, pieces)
+            return plan_work(fed.width, fed.position, tune.tile, pieces)
         return plan_work(
-            plan.width, plan.position, tune.tile, pieces, plan.draft, count, self.state.tail_start,
+            fed.width, fed.position, tune.tile, pieces, plan.draft, count, self.state.tail_start,
             self.state.block_tokens, spec.kv_heads if self.scope == "kv_head" else 1,
         )  # fmt: skip
 
@@ -155,22 +139,21 @@ class ScoreProbe:
     def __init__(self, pool: KVPool, plan: Plan, dense: Rows, probe: Probe, spec: ModelSpec, chosen: Tensor) -> None:
         """chosen [B] bool: the rows to probe. Of each the first query and the last, or all of them."""
         self.pool, self.rows, self.heads, self.spec = pool, dense, probe.heads, spec
-        self.chosen, self.every = chosen, probe.queries == "all"
+        self.chosen, self.every, fed = chosen, probe.queries == "all", plan.feed
         if self.every:
-            self.queries = plan.index
-            counts = torch.arange(plan.widest, device=chosen.device) < plan.width[:, None]
+            self.queries = fed.index
+            counts = torch.arange(plan.widest, device=chosen.device) < fed.width[:, None]
+        elif plan.widest == 1:
+            self.queries, counts = fed.index, fed.width[:, None] > 0
         else:
-            self.queries = plan.index[:, :1]
-            counts = plan.width[:, None] > 0
-            if plan.widest > 1:
-                self.queries = torch.stack([plan.start, (plan.start + plan.width - 1).clamp(min=0)], 1)
-                counts = torch.stack([plan.width > 0, plan.width > 1], 1)
+            self.queries = fed.index[:, :: plan.widest - 1].contiguous()  # the first, and the last one repeated
+            counts = torch.stack([fed.width > 0, fed.width > 1], 1)
         self.counts = counts & chosen[:, None]
-        self.at = plan.position[:, None] + self.queries - plan.start[:, None]
+        self.at = fed.position[:, None] + self.queries - fed.start[:, None]
         self.slice = spec.kv_heads if probe.heads == "group_mean" else 1
         self.layers = probe.at(spec.layers)
         on_gpu = wanted(chosen)
-        length = dense.page_table.shape[1] * dense.page_size if on_gpu else int((plan.position + plan.width).max())
+        length = dense.page_table.shape[1] * dense.page_size if on_gpu else int((fed.position + fed.width).max())
         shape = (len(self.layers) * self.slice, len(chosen), length)
         self.scores = torch.empty(shape, device=chosen.device)
         self.taps: Taps | None = None

@@ -22,8 +22,11 @@ from aspire.request import Request
 from aspire.sampling import filter_logits, pick
 from aspire.settings import EngineSettings
 from aspire.state import SlotState
-from aspire.step import Ahead, Shape, StepOutput, Stepper
+from aspire.step import Ahead, Shape, StepOutput, Stepper, says_any
 from aspire.verify import Verification
+
+
+PAGES_AHEAD = 256  # tokens that a slot's pages run ahead of it, where the pool allows
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Engine:
         self._candidates = 0
         self._opened_for = 0
         self._flight: Flight | None = None
+        self._end_ids: set[int] = set()
         self.state: SlotState
         self.stepper: Stepper
         self.launcher: Launcher
@@ -182,10 +186,11 @@ class Engine:
             self._launch(Ahead(*self.stepper.decide(self.state).tolist()))
         flight, self._flight = self._flight, None
         assert flight is not None
+        ahead = self._may_go_on()  # asked while the device works
         landing = self.launcher.land(flight)
+        if ahead and not says_any(landing.report, self._end_ids):
+            self._launch(Ahead.read(landing.report))
         out = StepOutput.read(landing.report)
-        if self.launcher.on_gpu and not self.settings.poison and not self._ends(out) and self._reserve_ahead(out):
-            self._launch(out.ahead)
         committed = sum(self._commit(out, finished))
         self.passes.append(self._record(out, committed, landing))
         return finished
@@ -196,14 +201,40 @@ class Engine:
             shape = self.stepper.padded(shape, self.settings.slots)
         self._flight = self.launcher.launch(shape, ahead.tokens)
 
-    def _ends(self, out: StepOutput) -> bool:
-        """Whether a request ends with this step, or might: then it must leave its slot before the next pass."""
-        for slot, tokens in zip(out.slots, out.tokens, strict=True):
-            seat = self.seats[slot]
-            assert seat is not None, f"slot {slot} ran without a request"
-            if tokens and seat.request.may_end_with(tokens):
+    def _may_go_on(self) -> bool:
+        """Whether the pass after the one in flight may start before that one's tokens are handed out.
+
+        No request may have ended by then (but for an end id, which the report shows), no slot may stand empty while a
+        request waits, and every slot must have pages for whatever the pass in flight commits and a round more.
+        """
+        if not self.launcher.on_gpu or self.settings.poison or (self.waiting and not all(self.seats)):
+            return False
+        most = self.longest + 1
+        self._end_ids = set()
+        for slot, seat in enumerate(self.seats):
+            if seat is None:
+                continue
+            request, held = seat.request, len(seat.pages.pages)
+            if request.stop or len(request.output_ids) + most >= request.max_new_tokens:
+                return False
+            self._end_ids.update(request.end_ids)
+            needed = request.length + most + self.longest
+            if needed > held * self.pool.page_size and not self._extend(slot, seat, needed):
+                return False
+        return True
+
+    def _extend(self, slot: int, seat: Seat, needed: int) -> bool:
+        """Pages for `needed` tokens, and for some more while there are plenty: telling the device costs a copy."""
+        held, request = len(seat.pages.pages), seat.request
+        last = len(request.prompt_ids) + request.max_new_tokens + self.longest
+        for tokens in (min(needed + PAGES_AHEAD, last), needed):
+            try:
+                self.pool.allocator.reserve(seat.pages, tokens)
+                self._map_pages(slot, held)
                 return True
-        return bool(self.waiting) and not all(self.seats)
+            except OutOfPages:
+                continue
+        return False
 
     def prepare(self) -> None:
         """Capture the passes that this method can come to, so that none waits for it later; does nothing on a CPU."""
@@ -356,23 +387,6 @@ class Engine:
                     break
                 except OutOfPages:
                     self._make_way(seat)
-
-    def _reserve_ahead(self, out: StepOutput) -> bool:
-        """Pages for the pass after `out`, whose tokens are not yet handed out; False if the pool is short."""
-        coming = dict(zip(out.slots, map(len, out.tokens), strict=True))
-        for slot, seat in enumerate(self.seats):
-            if seat is None:
-                continue
-            held = len(seat.pages.pages)
-            needed = seat.request.length + coming.get(slot, 0) + self.longest
-            if needed <= held * self.pool.page_size:
-                continue
-            try:
-                self.pool.allocator.reserve(seat.pages, needed)
-            except OutOfPages:
-                return False
-            self._map_pages(slot, held)
-        return True
 
     def _by_age(self) -> list[int]:
         """Occupied slots, the longest admitted first."""

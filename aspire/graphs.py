@@ -1,4 +1,6 @@
-"""How is a whole step launched at once, and when does the host hear of it? Captured as a CUDA graph, one for each shape of pass, replayed ever after.
+"""How is a whole step launched at once, and when does the host hear of it?
+
+As a CUDA graph, captured once for each shape of pass and replayed ever after.
 
 A step reads and writes fixed tensors, and its shapes follow from `Shape` alone, so a captured one stays right whatever
 the slots hold. A shape that comes up unprepared is captured on the spot; such misses are counted, since they cost time.
@@ -9,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,7 +64,7 @@ class Flight:
 class Landing:
     """seconds the pass took: of the device on a GPU, of the clock elsewhere. gap: how long a GPU idled before it."""
 
-    report: list[list[int]]
+    report: np.ndarray
     tokens: int
     seconds: float
     gap: float
@@ -99,15 +102,14 @@ class Launcher:
         return Flight(host, tokens, started, (begin, end))
 
     def land(self, flight: Flight) -> Landing:
-        """Wait for a pass; its report must be read before the next one is launched."""
+        """Wait for a pass."""
         if flight.events is None:
-            report = flight.report.tolist()
-            return Landing(report, flight.tokens, self.clock() - flight.started, 0.0)
+            return Landing(flight.report.numpy(), flight.tokens, self.clock() - flight.started, 0.0)
         begin, end = flight.events
         end.synchronize()
         gap = 0.0 if self._last_end is None else max(self._last_end.elapsed_time(begin), 0.0)
         self._last_end = end
-        return Landing(flight.report.tolist(), flight.tokens, begin.elapsed_time(end) / 1e3, gap / 1e3)
+        return Landing(flight.report.numpy().copy(), flight.tokens, begin.elapsed_time(end) / 1e3, gap / 1e3)
 
     def rest(self) -> None:
         """Other work comes between the last pass and the next: what the GPU does then is no gap."""

@@ -71,12 +71,6 @@ class Request:
                 return taken
         return len(tokens)
 
-    def may_end_with(self, tokens: list[int]) -> bool:
-        """Whether these tokens could end the request; with stop strings any could."""
-        if self.stop or len(self.output_ids) + len(tokens) >= self.max_new_tokens:
-            return True
-        return any(token in self.end_ids for token in tokens)
-
     def _hits_stop_string(self) -> bool:
         if not self.stop:
             return False

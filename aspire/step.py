@@ -7,6 +7,7 @@ Nothing here looks at a request: the step reads and writes `SlotState` and the p
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +45,11 @@ class Ahead:
     verifying: int
     active: int
 
+    @classmethod
+    def read(cls, report: np.ndarray) -> "Ahead":
+        """From the last row of a report."""
+        return cls(*report[-1, :4].tolist())
+
     @property
     def shape(self) -> Shape:
         kind = "draft" if not self.verifying else "verify" if self.verifying == self.active else "mixed"
@@ -54,7 +60,7 @@ class Ahead:
 class StepOutput:
     """What the host needs of a step, row by row: slot, verified, drafted, accepted, and the committed tokens.
 
-    tokens of a drafting row are empty. kv_tokens: KV tokens read per layer, on average. ahead: the next pass.
+    tokens of a drafting row are empty. kv_tokens: KV tokens read per layer, on average.
     """
 
     slots: list[int]
@@ -63,18 +69,17 @@ class StepOutput:
     accepted: list[int]
     tokens: list[list[int]]
     kv_tokens: float
-    ahead: Ahead
 
     @classmethod
-    def read(cls, report: list[list[int]]) -> "StepOutput":
+    def read(cls, report: np.ndarray) -> "StepOutput":
         """From the rows of a report, see `Stepper._report`."""
-        *lines, last = report
+        *lines, last = report.tolist()
         rows = [(slot, line) for slot, line in enumerate(lines) if line[VERIFIED] >= 0]
         return cls(
             [slot for slot, _ in rows], [line[VERIFIED] == 1 for _, line in rows], [line[DRAFTED] for _, line in rows],
             [line[ACCEPTED] for _, line in rows],
             [line[TOKENS : TOKENS + 1 + line[ACCEPTED]] if line[VERIFIED] else [] for _, line in rows],
-            last[4] / 64, Ahead(*last[:4]),
+            last[4] / 64,
         )  # fmt: skip
 
 
@@ -88,14 +93,18 @@ class Stepper:
         method.check(model.spec.layers)
         self.model, self.pool, self.method = model, pool, method
         self.verification, self.candidates = verification, candidates
+        # Rejection must not draw a position twice with the same noise: after a refusal it is drafted anew, from a
+        # distribution that may depend on the draft refused before. A position comes back in a lower column each time,
+        # so position and column together are fresh. Coupled drafts take the noise of the target's pick instead.
+        self.fresh = verification.mode == "rejection"
         self.dense_share = len(method.refresh.dense_layers(model.spec.layers)) / model.spec.layers
 
     @torch.no_grad()
     def step(self, state: SlotState, shape: Shape) -> Tensor:
         """One pass over all active slots, as `decide` has planned it; returns its report."""
-        plan = Plan.of(state, state.verify, shape.tokens, shape.widest)
+        plan = Plan.of(state, state.verify, self.pool.page_size, shape.tokens, shape.widest, self.fresh)
         kv_tokens = self._kv_tokens(plan, state)
-        drafted, seen = state.drafted.clone(), plan.position + 1
+        drafted, seen = state.drafted.clone(), plan.feed.position + 1
         logits, probe = self._forward(plan, state, shape.kind)
         target, picks = self._filter(plan, state, logits)
         verdict = None
@@ -128,24 +137,18 @@ class Stepper:
 
     def _kv_tokens(self, plan: Plan, state: SlotState) -> Tensor:
         """KV tokens each row reads, averaged over layers.  # [B] fp32"""
-        context = plan.position + plan.width
+        context = plan.feed.position + plan.feed.width
         chosen = selected_tokens(state, state.length + state.drafted)
         drafting = (1 - self.dense_share) * chosen + self.dense_share * context
         return torch.where(plan.verify, context, torch.where(plan.draft, drafting, 0))
 
     def _forward(self, plan: Plan, state: SlotState, kind: str) -> tuple[Tensor, ScoreProbe | None]:
         """Logits of every token of the pass [T, V], and the probe with its scores."""
-        spec, row, positions, page = self.model.spec, plan.row_of_token, plan.positions, self.pool.page_size
-        offset = positions - (state.length[row] - 1)  # 0 = the last committed token, j = draft j
-        tokens = state.last_token[row]
-        if state.longest_draft:
-            drafts = state.draft_tokens[row, (offset - 1).clamp(0, state.longest_draft - 1)]
-            tokens = torch.where(offset == 0, tokens, drafts)
-        entries = state.page_table[row, positions // page] * page + positions % page
+        fed, spec, page = plan.feed, self.model.spec, self.pool.page_size
         groups = PassRows(plan, state, self.method, spec, page, drafts=kind != "verify")
         probe = self._probe(plan, groups, kind)
-        attend = MixedAttention(self.pool, torch.where(plan.real, entries, -1), groups, probe)
-        return self.model.logits(self.model(torch.where(plan.real, tokens, 0), positions, attend)), probe
+        attend = MixedAttention(self.pool, fed.entries, groups, probe)
+        return self.model.logits(self.model(fed.ids, fed.positions, attend)), probe
 
     def _due(self, plan: Plan, kind: str) -> Tensor | None:
         """The rows after which the selection is recomputed, None where it never is in such a pass.  # [B] bool"""
@@ -163,19 +166,17 @@ class Stepper:
 
     def _filter(self, plan: Plan, state: SlotState, logits: Tensor) -> tuple[Filtered, Tensor]:
         """The distribution at each token after the request's own temperature, top-k and top-p, and a token of it."""
-        row = plan.row_of_token
-        key = torch.where(plan.draft[row], self._draft_key(state, plan.positions + 1, state.drafted[row]), 0)
-        key = torch.where(plan.verify[row], plan.positions + 1, key)
+        row = plan.feed.row
         return filter_and_pick(
-            logits, state.temperature[row], state.top_k[row], state.top_p[row], self.candidates, state.seed[row], key,
-            DRAFT_OR_TARGET,
+            logits, state.temperature[row], state.top_k[row], state.top_p[row], self.candidates, state.seed[row],
+            plan.feed.key, DRAFT_OR_TARGET,
         )  # fmt: skip
 
     def _append_drafts(self, plan: Plan, state: SlotState, dist: Filtered, picks: Tensor) -> None:
         """The next draft of every drafting row, with the noise of its position."""
         if not state.longest_draft:
             return
-        at, rows = plan.index[:, 0], torch.arange(len(plan.draft), device=picks.device)
+        at, rows = plan.feed.index[:, 0], torch.arange(len(plan.draft), device=picks.device)
         column = state.drafted.clamp(max=state.longest_draft - 1)
         tokens, ids, probs = picks[at], dist.ids[at], dist.probs[at]
         if self.verification.draft_sampling == "greedy":
@@ -188,20 +189,10 @@ class Stepper:
             state.q_probs[rows, column] = torch.where(draft[:, None], probs, state.q_probs[rows, column])
         state.drafted.add_(draft)
 
-    def _draft_key(self, state: SlotState, position: Tensor, column: Tensor) -> Tensor:
-        """What keys a draft's noise: its position, as for the target's pick, so that coupled picks agree.
-
-        Rejection must not draw a position twice with the same noise: after a refusal it is drafted anew, from a
-        distribution that may depend on the draft refused before. A position comes back in a lower column each time.
-        """
-        if self.verification.mode != "rejection":
-            return position
-        return position * state.longest_draft + column
-
     def _verify(self, plan: Plan, state: SlotState, target: Filtered, picks: Tensor) -> Verdict:
         """Judge the drafts of every row; what it says of rows that do not verify is of no use."""
         columns = plan.widest - 1
-        index = plan.index.flatten()
+        index = plan.feed.index.flatten()
         q = None
         if self.verification.mode == "rejection":
             q = Filtered(state.q_ids[:, :columns], state.q_probs[:, :columns])
@@ -247,7 +238,7 @@ class Stepper:
         """All that the host reads of a step, in one tensor: a line a slot, and `ahead` with 64 * kv_tokens."""
         slots = len(drafted)
         report = torch.zeros(slots + 1, TOKENS + max(plan.widest, 2), dtype=torch.int64, device=drafted.device)
-        report[:slots, VERIFIED] = torch.where(plan.width > 0, plan.verify.long(), -1)
+        report[:slots, VERIFIED] = torch.where(plan.feed.width > 0, plan.verify.long(), -1)
         report[:slots, DRAFTED] = drafted
         if verdict is not None:
             report[:slots, ACCEPTED] = torch.where(plan.verify, verdict.accepted, 0)
@@ -255,6 +246,13 @@ class Stepper:
         report[slots, :4] = ahead
         report[slots, 4] = (64 * kv_tokens.double().sum()).long()
         return report
+
+
+def says_any(report: np.ndarray, ids: set[int]) -> bool:
+    """Whether a report commits one of these tokens."""
+    lines = report[:-1]
+    said = (np.arange(lines.shape[1] - TOKENS) <= lines[:, ACCEPTED, None]) & (lines[:, VERIFIED, None] == 1)
+    return bool(np.isin(lines[:, TOKENS:][said], list(ids)).any())
 
 
 def write_selection(state: SlotState, due: Tensor, chosen: Selected) -> None:

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 CONF = Path(__file__).parents[1] / "conf"
 UNIQUE = secrets.token_hex(3)  # two runs that start in the same second get two folders
+MAX_FIT = "max_fit"  # as a batch: as many slots as the memory holds
 METHODS = (
     "autoregressive", "magicdec_stream", "magicdec_snapkv", "vegas", "sparsespec",
     "aspire_fixed", "aspire_fsm", "aspire", "vegas_async",
@@ -200,9 +201,15 @@ def check_overrides(arguments: list[str]) -> None:
             key = override.key_or_group
             if not override.is_add() and not key.startswith("hydra") and key not in known:
                 raise ValueError(f"unknown key {key!r}{nearest(key, known)}")
-        compose("config", first)
+        check_batch(compose("config", first).batch)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_short(error)) from None
+
+
+def check_batch(batch: Any) -> None:
+    """Raises ValueError for a batch that is neither a whole number nor max_fit."""
+    if batch != MAX_FIT and (isinstance(batch, bool) or not isinstance(batch, int)):
+        raise ValueError(f"batch is {batch!r}; give a number of slots, or {MAX_FIT}")
 
 
 def _check_option(group: str, option: Any) -> None:

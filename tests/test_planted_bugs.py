@@ -63,8 +63,8 @@ def no_stale_entry_is_read() -> bool:
 def accept_one_too_many(patch: pytest.MonkeyPatch) -> None:
     healthy = aspire.verify.match
 
-    def match(target: Filtered, drafts: Drafts) -> Verdict:
-        verdict = healthy(target, drafts)
+    def match(target: Filtered, drafts: Drafts, picks: Tensor | None) -> Verdict:
+        verdict = healthy(target, drafts, picks)
         return replace(verdict, accepted=torch.minimum(verdict.accepted + 1, drafts.count))
 
     patch.setattr(aspire.verify, "match", match)
@@ -73,8 +73,8 @@ def accept_one_too_many(patch: pytest.MonkeyPatch) -> None:
 def emit_shifted_by_one(patch: pytest.MonkeyPatch) -> None:
     healthy = aspire.verify.match
 
-    def match(target: Filtered, drafts: Drafts) -> Verdict:
-        verdict = healthy(target, drafts)
+    def match(target: Filtered, drafts: Drafts, picks: Tensor | None) -> Verdict:
+        verdict = healthy(target, drafts, picks)
         return replace(verdict, tokens=verdict.tokens.roll(-1, 1))
 
     patch.setattr(aspire.verify, "match", match)
@@ -82,18 +82,21 @@ def emit_shifted_by_one(patch: pytest.MonkeyPatch) -> None:
 
 def compare_shifted_by_one(patch: pytest.MonkeyPatch) -> None:
     healthy = aspire.verify.match
-    shifted: Callable[[Drafts], Drafts] = lambda drafts: replace(drafts, tokens=drafts.tokens.roll(-1, 1))  # noqa: E731
-    patch.setattr(aspire.verify, "match", lambda target, drafts: healthy(target, shifted(drafts)))
+
+    def match(target: Filtered, drafts: Drafts, picks: Tensor | None) -> Verdict:
+        return healthy(target, replace(drafts, tokens=drafts.tokens.roll(-1, 1)), picks)
+
+    patch.setattr(aspire.verify, "match", match)
 
 
 def draft_misses_its_last_token(patch: pytest.MonkeyPatch) -> None:
-    healthy = PassRows.__call__
+    healthy = PassRows.chosen
 
-    def rows_of(self: PassRows, layer: int) -> list[Rows]:
-        drafting = self.plan.start[self.plan.draft]  # attention only: rotary angles and entries stay
-        return [replace(r, position=r.position - torch.isin(r.start, drafting).long()) for r in healthy(self, layer)]
+    def chosen(self: PassRows, layer: int) -> list[Rows]:
+        # attention only: rotary angles and entries stay
+        return [replace(r, position=r.position - 1) if r.selection else r for r in healthy(self, layer)]
 
-    patch.setattr(PassRows, "__call__", rows_of)
+    patch.setattr(PassRows, "chosen", chosen)
 
 
 def draft_position_off_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -106,7 +109,7 @@ def draft_position_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
     def forward(self: Decoder, tokens: Tensor, positions: Tensor, attend: object) -> Tensor:
         if plans and plans[-1].tokens == len(tokens):
-            positions = positions + plans[-1].draft[plans[-1].row_of_token].long()
+            positions = positions + plans[-1].draft[plans[-1].feed.row].long()
             plans.clear()
         return healthy_forward(self, tokens, positions, attend)  # type: ignore[arg-type]
 

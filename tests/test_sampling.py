@@ -228,10 +228,10 @@ def play_round(stepper: Stepper, state: SlotState, draft: Q_OF, target: Tensor) 
     """Draft, verify and commit by the step's own functions; the logits are scripted instead of computed."""
     token = state.last_token
     for column in range(state.longest_draft):
-        plan = Plan.of(state, torch.zeros_like(state.active))
+        plan = Plan.of(state, torch.zeros_like(state.active), 64, fresh=stepper.fresh)
         stepper._append_drafts(plan, state, *stepper._filter(plan, state, draft(state, token)))
         token = state.draft_tokens[:, column]
-    plan = Plan.of(state, state.active)
+    plan = Plan.of(state, state.active, 64)
     fed = torch.cat([state.last_token[:, None], state.draft_tokens], 1).flatten()
     verdict = stepper._verify(plan, state, *stepper._filter(plan, state, target[fed]))
     stepper._commit(plan, state, verdict)
@@ -326,7 +326,7 @@ def test_a_greedy_draft_is_judged_as_one_hot(soft: bool, expected: list[float]) 
     """A11: p [.6, .4], draft [.8, .2] taken at its argmax; with the soft q the result would be [.75, .25]."""
     stepper = stepper_for(Verification("rejection", "greedy"), candidates=2)
     state = fresh(DRAWS, vocab=2, drafted=1)
-    plan = Plan.of(state, ~state.active)
+    plan = Plan.of(state, ~state.active, 64)
     stepper._append_drafts(plan, state, rows_of([0.8, 0.2]), torch.ones(DRAWS, dtype=torch.int64))  # no argmax
     assert state.draft_tokens.eq(0).all()
     assert torch.equal(state.q_probs, torch.tensor([1.0, 0.0]).expand(DRAWS, 1, 2))
@@ -334,7 +334,7 @@ def test_a_greedy_draft_is_judged_as_one_hot(soft: bool, expected: list[float]) 
         state.q_probs[:] = torch.tensor([0.8, 0.2])
     p = rows_of([0.6, 0.4])
     target = flat(joined(p, p))
-    verdict = stepper._verify(Plan.of(state, state.active), state, target, torch.zeros(2 * DRAWS, dtype=torch.int64))
+    verdict = stepper._verify(Plan.of(state, state.active, 64), state, target, torch.zeros(2 * DRAWS, dtype=torch.int64))
     assert follows(verdict.tokens[:, 0], expected)
 
 

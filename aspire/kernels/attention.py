@@ -247,10 +247,21 @@ def _merge_kernel(
 class Tuning:
     """How one shape is run. tile: keys a tile; pieces: how many a multiprocessor takes, summed over heads."""
 
-    tile: int = 64
-    warps: int = 4
-    stages: int = 3
-    pieces: int = 6
+    tile: int
+    warps: int
+    stages: int
+    pieces: int
+
+
+# (rows of the query tile, every row dense) -> what ran best on an H200, see results/LOG.md.
+TUNED = {
+    (16, True): Tuning(128, 4, 2, 8),
+    (16, False): Tuning(64, 2, 2, 4),
+    (32, True): Tuning(128, 4, 2, 8),
+    (32, False): Tuning(128, 4, 2, 8),
+    (64, True): Tuning(64, 4, 3, 8),
+    (64, False): Tuning(64, 4, 3, 8),
+}
 
 
 def query_tile(widest: int, group: int) -> int:
@@ -258,23 +269,25 @@ def query_tile(widest: int, group: int) -> int:
     return max(16, power_of_2(widest * group))
 
 
-def tuning(m: int, dim: int, dense: bool) -> Tuning:
-    """The entry of the table for this shape; found by `make bench-kernels ARGS=tune`."""
-    return Tuning()
+def tuning(m: int, dense: bool) -> Tuning:
+    """How a query tile of m rows is run; a wider one than the table has takes smaller tiles of keys."""
+    return TUNED.get((m, dense), Tuning(32, 8, 2, 8))
 
 
-def budget(tune: Tuning, device: torch.device, kv_heads: int) -> int:
-    """Pieces that all rows together are cut into, for one head."""
+def budget(tune: Tuning, device: torch.device, kv_heads: int, rows: int) -> int:
+    """Pieces that all rows together are cut into, for one head; many rows need no cutting to fill a GPU."""
     if device.type != "cuda":
         return 5  # the interpreter: a few, so that splitting is exercised
-    return max(1, tune.pieces * torch.cuda.get_device_properties(device).multi_processor_count // kv_heads)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    pieces = tune.pieces if rows * kv_heads < 3 * processors else tune.pieces // 2
+    return max(1, pieces * processors // kv_heads)
 
 
-def plan_rows(rows: Rows, group: int, kv_heads: int, dim: int) -> Work:
+def plan_rows(rows: Rows, group: int, kv_heads: int) -> Work:
     """The split of one call; a pass plans all its layers at once instead, see attention.py."""
     chosen = rows.selection
-    tune = tuning(query_tile(rows.widest or 1, group), dim, chosen is None)
-    pieces = budget(tune, rows.start.device, kv_heads)
+    tune = tuning(query_tile(rows.widest or 1, group), chosen is None)
+    pieces = budget(tune, rows.start.device, kv_heads, len(rows.start))
     if chosen is None:
         return plan_work(rows.width, rows.position, tune.tile, pieces)[0]
     sparse = torch.ones_like(rows.width, dtype=torch.bool) if rows.sparse is None else rows.sparse
@@ -295,8 +308,8 @@ def mixed_attention_triton(
     assert rows.widest is not None and q.stride(1) == dim and out.is_contiguous(), "contiguous heads, a known width"
     assert q.shape[1] % kv_heads == 0 and k_cache.stride() == v_cache.stride() and k_cache.stride(-1) == 1
     m, page = query_tile(rows.widest, group), rows.page_size
-    tune = tune or tuning(m, dim, rows.selection is None)
-    work = rows.work or plan_rows(rows, group, kv_heads, dim)
+    tune = tune or tuning(m, rows.selection is None)
+    work = rows.work or plan_rows(rows, group, kv_heads)
     assert work.tile == tune.tile, "planned for another tile"
     chosen, d = rows.selection, max(16, power_of_2(dim))
     token_stride, head_stride = k_cache.stride()[-3:-1]
