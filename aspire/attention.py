@@ -179,6 +179,8 @@ class ScoreProbe:
             )
             return
         probed = self.chosen.nonzero()[:, 0]  # the twin reads the keys again: only where it must
+        if not len(probed):
+            return
         rows = self.rows.some(probed, False)
         part = probe_scores(q, self.pool.k[layer], rows, self.queries[probed], self.counts[probed], self.heads)
         out[:, probed, : part.shape[2]] = part

@@ -20,13 +20,11 @@ from aspire.policies.method import Method
 from aspire.prefill import Prompt, prefill, prompt_scores
 from aspire.request import Request
 from aspire.sampling import filter_logits, pick
+from aspire.seats import Seats
 from aspire.settings import EngineSettings
 from aspire.state import SlotState
 from aspire.step import Ahead, Shape, StepOutput, Stepper, says_any
 from aspire.verify import Verification
-
-
-PAGES_AHEAD = 256  # tokens that a slot's pages run ahead of it, where the pool allows
 
 
 @dataclass(frozen=True)
@@ -49,16 +47,6 @@ class PassRecord:
         """draft, verify or mixed"""
         letters = set(self.kinds) - {"."}
         return {"D": "draft", "V": "verify"}[letters.pop()] if len(letters) == 1 else "mixed"
-
-
-@dataclass
-class Seat:
-    """A request in a slot, with its pages. order: when it was admitted; the last one in is preempted first."""
-
-    request: Request
-    pages: PageList
-    order: int
-    prompt: Prompt | None  # the caller's prefilled prompt, should the request have to come back
 
 
 def make_pool(model: Decoder, settings: EngineSettings, longest_draft: int) -> KVPool:
@@ -96,11 +84,10 @@ class Engine:
             if mine != theirs:
                 raise ValueError(f"settings.{name} is {mine}, the pool or the model has {theirs}; make them equal")
         self.waiting: deque[tuple[Request, Prompt | None]] = deque()
-        self.seats: list[Seat | None] = [None] * settings.slots
+        self.seats = Seats(settings.slots, self.pool, self.longest)
         self.passes: list[PassRecord] = []
         self.prefill_seconds = 0.0
         self.preemptions = 0
-        self._admitted = 0
         self._candidates = 0
         self._opened_for = 0
         self._flight: Flight | None = None
@@ -219,22 +206,9 @@ class Engine:
                 return False
             self._end_ids.update(request.end_ids)
             needed = request.length + most + self.longest
-            if needed > held * self.pool.page_size and not self._extend(slot, seat, needed):
+            if needed > held * self.pool.page_size and not self.seats.extend(slot, self.state.page_table, needed):
                 return False
         return True
-
-    def _extend(self, slot: int, seat: Seat, needed: int) -> bool:
-        """Pages for `needed` tokens, and for some more while there are plenty: telling the device costs a copy."""
-        held, request = len(seat.pages.pages), seat.request
-        last = len(request.prompt_ids) + request.max_new_tokens + self.longest
-        for tokens in (min(needed + PAGES_AHEAD, last), needed):
-            try:
-                self.pool.allocator.reserve(seat.pages, tokens)
-                self._map_pages(slot, held)
-                return True
-            except OutOfPages:
-                continue
-        return False
 
     def prepare(self) -> None:
         """Capture the passes that this method can come to, so that none waits for it later; does nothing on a CPU."""
@@ -291,7 +265,7 @@ class Engine:
         if self._flight is not None:
             self.launcher.land(self._flight)
             self._flight = None
-        for slot in self._by_age():
+        for slot in self.seats.by_age():
             self._empty(slot)
 
     def _expect_pages_later(self, request: Request) -> None:
@@ -334,10 +308,9 @@ class Engine:
         if request.finished:
             self.pool.release(pages)
             return
-        self.seats[slot] = Seat(request, pages, self._admitted, shared)
-        self._admitted += 1
+        self.seats.take(slot, request, pages, shared)
         self._seat_state(slot, request)
-        self._map_pages(slot, 0)
+        self.seats.map_pages(slot, self.state.page_table, 0)
         if self.method.refresh.due("prefill"):
             self._select_from_prompt(slot, prompt, request.length)
         self.state.adopt(self.method.speculation.start(self.state, slot))
@@ -369,39 +342,11 @@ class Engine:
         state.block_count[:, slot] = chosen.count[:, 0]
         state.tail_start[slot] = chosen.tail_start[0]
 
-    def _map_pages(self, slot: int, first: int) -> None:
-        """Tell the device which pages a slot has, from logical page `first` on."""
-        seat = self.seats[slot]
-        assert seat is not None
-        new = torch.tensor(seat.pages.pages[first:], dtype=torch.int64, device=self.settings.device)
-        self.state.page_table[slot, first : first + len(new)] = new
-
     def _reserve(self) -> None:
         """Pages for each slot's next round, its verify included, before it drafts; preempts the youngest if short."""
-        for slot in self._by_age():
-            while (seat := self.seats[slot]) is not None:
-                held = len(seat.pages.pages)
-                try:
-                    if self.pool.allocator.reserve(seat.pages, seat.request.length + self.longest):
-                        self._map_pages(slot, held)
-                    break
-                except OutOfPages:
-                    self._make_way(seat)
-
-    def _by_age(self) -> list[int]:
-        """Occupied slots, the longest admitted first."""
-        return [slot for _, slot in sorted((seat.order, slot) for slot, seat in enumerate(self.seats) if seat)]
-
-    def _make_way(self, needy: Seat) -> None:
-        """Preempt the youngest slot; a slot that is alone and still short can never go on."""
-        by_age = self._by_age()
-        if len(by_age) == 1:
-            needed = self.pool.allocator.pages_for(needy.request.length + self.longest)
-            raise ValueError(
-                f"request {needy.request.id} needs {needed} pages; the pool has {self.pool.pages}, less those of "
-                f"prefilled prompts; raise engine.pages or release prompts"
-            )
-        self.preempt(by_age[-1])
+        for slot in self.seats.by_age():
+            while self.seats[slot] is not None and not self.seats.reserve(slot, self.state.page_table):
+                self.preempt(self.seats.youngest(slot))
 
     def _commit(self, out: StepOutput, finished: list[Request]) -> list[int]:
         """Hand committed tokens to their requests; returns how many each row committed."""

@@ -1,4 +1,4 @@
-"""What memory will a run take? Bytes by part, from sizes alone, before a model is loaded; and the largest batch that fits.
+"""What memory will a run take, and how large a batch fits? Bytes by part, from sizes alone, before a model is loaded.
 
 A run may hold several engines over one model and one pool: weights, pool and prompts count once, what an engine keeps
 of its own (slots, selections, the workspace of its passes, which captured passes never give back) once an engine.
@@ -81,6 +81,16 @@ def pool_pages(page_size: int, prompt_tokens: Sequence[int], slots: int, answer:
     )
 
 
+def shared_pages(
+    page_size: int, prompt_tokens: Sequence[int], methods: Sequence[tuple[Method, int]], answer: int
+) -> int:
+    """Pages of a pool that engines use in turn, a method and its slots each."""
+    each = (
+        pool_pages(page_size, prompt_tokens, slots, answer, method.speculation.longest) for method, slots in methods
+    )
+    return max(each)
+
+
 def slot_pages(page_size: int, answer: int, longest_draft: int) -> int:
     """Pages that a slot does not share: of the answer, and the copied last page of the prompt."""
     return 2 + (answer + longest_draft) // page_size
@@ -95,10 +105,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan of engines that live side by side: a method and its slots each; settings.slots counts for none."""
     weights, size = spec.weight_bytes(settings.dtype), settings.page_size
-    pages = settings.pages or max(
-        pool_pages(size, work.prompt_tokens, slots, work.answer, method.speculation.longest)
-        for method, slots in methods
-    )
+    pages = settings.pages or shared_pages(size, work.prompt_tokens, methods, work.answer)
     parts = Counter(
         {
             "weights": weights * (2 if work.packed else 1),
@@ -191,7 +198,7 @@ def _activation_bytes(spec: ModelSpec, size: int) -> int:
 
 
 def _attention_bytes(spec: ModelSpec, settings: EngineSettings, slots: int, longest: int, context: int) -> int:
-    """A GPU keeps a partial sum of each piece that a row is cut into; the twin gathers the keys and values of a layer."""
+    """On a GPU a partial sum of each piece that a row is cut into; the twin gathers the keys and values of a layer."""
     if not settings.device.startswith("cuda"):
         return 2 * slots * context * spec.heads * spec.head_dim * settings.dtype.itemsize
     m = query_tile(longest + 1, spec.heads // spec.kv_heads)

@@ -1,101 +1,95 @@
 """How fast is the engine on this GPU, and what does drafting gain at the paper's sizes? Comparisons, in one JSON line.
 
 python -m experiments.bench_gpu suite=autoregressive     # plain decoding at the sizes of the yardsticks
-python -m experiments.bench_gpu suite=shapes out=runs/shapes repeats=3
+python -m experiments.bench_gpu suite=shapes out=runs/shapes repeats=3 only=qwen3_8b
 Suites: autoregressive, shapes (random weights and prompts, emulated acceptance), hetero (acceptance differs between
-requests, against every fixed draft length), smollm2 (real weights and text). Further words are overrides for all cells.
+requests, against every fixed draft length), smollm2 (real weights and text). only: cells with this in their name.
+Further words are overrides for all cells.
 """
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from hydra import initialize_config_dir
+from rich.console import Console
+from rich.table import Table
 
 from experiments.compare import run_comparison
 from experiments.config import CONF, METHODS, UNIQUE, check_overrides, for_method, nearest, plain, refuse, register
-from experiments.records import Record, claim_dir
-from experiments.session import Config
+from experiments.loading import Config
+from experiments.metrics import predicted_speedup, ratio, speedup
+from experiments.records import PASSES, Record, claim_dir, find_records, read_record
 
-PASSES = 64  # timed passes of a window, about
-Batch = int | str
+BASELINE = "autoregressive"
+WINDOW = 64  # tokens that a slot commits in a window: the passes of plain decoding
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One comparison. passes: how long a window is, in passes of plain decoding; overrides on top of all others."""
+    """One comparison: a row of a suite. fixed: lengths of aspire_fixed, each a method of its own."""
 
     model: str
-    batch: Batch
+    batch: int | str
     context: int
-    methods: tuple[str, ...] = ("autoregressive",)
+    methods: tuple[str, ...] = (BASELINE,)
     overrides: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = ()  # of aspire_fixed, each a method of its own
-    passes: int = PASSES
-    group: str = field(default="")
+    fixed: tuple[int, ...] = ()
+    window: int = WINDOW
+    mode: str = "equal"
 
     @property
     def name(self) -> str:
-        mode = f"-{self.group}" if self.group else ""
-        return f"{self.model}-{self.context}-{self.batch}{mode}"
+        batch = self.batch if isinstance(self.batch, int) else f"fit-{self.mode}"
+        return f"{self.model}-{self.context}-{batch}"
 
 
-IID = ("acceptance=iid", "acceptance.alpha=0.95")
-MODELS = ("qwen3_1p7b", "qwen3_8b", "ds_r1_llama_8b")
 YARDSTICKS = [
     *(Bench("qwen3_1p7b", batch, context) for batch, context in ((64, 4096), (32, 32768), (12, 90000))),
     *(Bench("qwen3_8b", batch, context) for batch, context in ((32, 4096), (20, 32768), (7, 90000))),
 ]
+IID = ("acceptance=iid", "acceptance.alpha=0.95")
 PAPER = [
-    Bench(model, "max_fit", context, ("autoregressive", "aspire"), (*IID, f"comparison.batch_mode={mode}"), group=mode)
-    for model in MODELS
+    Bench(model, "max_fit", context, (BASELINE, "aspire"), IID, mode=mode)
+    for model in ("qwen3_1p7b", "qwen3_8b", "ds_r1_llama_8b")
     for context in (17000, 35000, 90000)
     for mode in ("equal", "max_fit")
 ]
+# Requests run apart under hetero, so that answers have to be longer than the mean of a window.
+UNEVEN = ("acceptance=hetero", f"benchmark.max_new_tokens={10 * WINDOW}")
 HETERO = [
-    Bench(
-        "qwen3_1p7b", 12, 90000, ("autoregressive", "aspire"), ("acceptance=hetero",), tuple(range(1, 13)), 2 * PASSES
-    )
+    Bench("qwen3_1p7b", 12, 90000, (BASELINE, "aspire"), UNEVEN, fixed=tuple(range(1, 13)), window=2 * WINDOW),
 ]
-TEXT = [
-    Bench(
-        "smollm2_135m", batch, 7000, METHODS,
-        ("model.weights=real", "model.dtype=bfloat16", "benchmark=pystdlib", "benchmark.source.prompt_tokens=7000",
-         "benchmark.source.requests=64", "benchmark.max_new_tokens=256", "protocol.prompt_kv=prefill"),
-        passes=4 * PASSES,
-    )  # fmt: skip
-    for batch in (64, "max_fit")
-]  # fmt: skip
+REAL = (
+    "model.weights=real", "model.dtype=bfloat16", "protocol.prompt_kv=prefill", "benchmark=pystdlib",
+    "benchmark.source.prompt_tokens=7000", "benchmark.source.requests=64", "benchmark.max_new_tokens=512",
+)  # fmt: skip
+TEXT = [Bench("smollm2_135m", batch, 7000, METHODS, REAL, window=2 * WINDOW) for batch in (64, "max_fit")]
 SUITES = {"autoregressive": YARDSTICKS, "shapes": PAPER, "hetero": HETERO, "smollm2": TEXT}
 
 
-def overrides_of(bench: Bench, window_batch: int) -> list[str]:
-    """The words of a comparison; window_batch: the batch that sizes the window."""
-    tokens = bench.passes * window_batch
-    # Drafts let some requests run ahead: twice the mean, and then some, so that none ends within a window.
-    answer = 2 * bench.passes + 64
-    return [
-        f"model={bench.model}", "model.weights=random", "benchmark=shapes", f"benchmark.source.context={bench.context}",
-        f"benchmark.max_new_tokens={answer}", f"batch={bench.batch}", f"protocol.window_tokens={tokens}",
-        "protocol.prompt_kv=random", "sampling=paper", "verification=rejection",
-    ]  # fmt: skip
-
-
 def words_for(bench: Bench, words: list[str], out: Path) -> list[str]:
-    """All overrides of a comparison: those of `words` win over the cell's, and these over the suite's."""
-    window_batch = bench.batch if isinstance(bench.batch, int) else 16
-    given = [*overrides_of(bench, window_batch), f"calibration.dir={out / 'calibration'}", *bench.overrides, *words]
-    return list({word.split("=", 1)[0]: word for word in given}.values())
+    """The overrides of a comparison: those of `words` win over the cell's, and these over the suite's."""
+    given = [
+        f"model={bench.model}", "model.weights=random", "benchmark=shapes", "sampling=paper", "verification=rejection",
+        f"benchmark.max_new_tokens={2 * bench.window + 64}",  # so that no request ends within a window
+        f"batch={bench.batch}", f"comparison.batch_mode={bench.mode}", f"protocol.tokens_per_slot={bench.window}",
+        "protocol.prompt_kv=random", f"calibration.dir={out / 'calibration'}", *bench.overrides, *words,
+    ]  # fmt: skip
+    last = {word.split("=", 1)[0]: word for word in given}
+    if last["benchmark"] == "benchmark=shapes":
+        last.setdefault("benchmark.source.context", f"benchmark.source.context={bench.context}")
+    return list(last.values())
 
 
 def configs_for(bench: Bench, words: list[str], out: Path) -> list[Config]:
     """A config a method, and one for every fixed length."""
     words = words_for(bench, words, out)
     configs = [plain(for_method(words, method)) for method in bench.methods]
-    for length in bench.lengths:
+    for length in bench.fixed:
         config = plain(for_method([*words, f"method.speculation.longest={length}"], "aspire_fixed"))
         config["method"] |= {"name": f"aspire_fixed_{length}", "label": f"ASPIRE-Fixed {length}"}
         configs.append(config)
@@ -104,32 +98,73 @@ def configs_for(bench: Bench, words: list[str], out: Path) -> list[Config]:
 
 def line_of(bench: Bench, record: Record) -> dict[str, Any]:
     """What is printed of a cell."""
-    protocol, timing, metrics = record.protocol or {}, record.timing, record.metrics
-    if record.status != "ok" or timing.decode_s is None or timing.passes is None:
-        return {"model": bench.model, "method": record.cell.method, "context": bench.context, "error": record.error}
-    return {
-        "model": bench.model, "method": record.cell.method, "batch": record.cell.batch, "context": bench.context,
-        "batch_mode": protocol.get("batch_mode"), "step_ms": _round(1e3 * timing.decode_s / timing.passes, 3),
-        "tok_s": _round(metrics.decode_tok_s, 1), "host_gap": _round(timing.host_gap, 4),
-        "graph_misses": protocol.get("graph_misses"), "hbm_efficiency": _round(metrics.hbm_efficiency, 3),
-        "peak_gib": _round(metrics.peak_gib, 2), "planned_gib": _round(protocol.get("planned_gib"), 2),
-        "prefill_s": _round(timing.prefill_s, 2), "acceptance_rate": _round(metrics.acceptance_rate, 4),
-        "tokens_per_round": _round(metrics.tokens_per_round, 3),
+    cell, protocol, timing, metrics = record.cell, record.protocol or {}, record.timing, record.metrics
+    line: dict[str, Any] = {"model": cell.model, "method": cell.method, "batch": cell.batch, "context": bench.context}
+    if record.status != "ok":
+        return line | {"error": record.error}
+    assert timing.decode_s is not None and timing.passes is not None
+    return line | {
+        "context": record.workload.prompt_tokens.max, "batch_mode": protocol.get("batch_mode"),
+        "acceptance": cell.acceptance, "step_ms": rounded(1e3 * timing.decode_s / timing.passes, 3),
+        "tok_s": rounded(metrics.decode_tok_s, 1), "host_gap": rounded(timing.host_gap, 4),
+        "hbm_efficiency": rounded(metrics.hbm_efficiency, 3), "peak_gib": rounded(metrics.peak_gib, 2),
+        "planned_gib": rounded(protocol.get("planned_gib"), 2), "graph_misses": protocol.get("graph_misses"),
+        "prefill_s": rounded(timing.prefill_s, 2), "tokens_per_round": rounded(metrics.tokens_per_round, 3),
+        "acceptance_rate": rounded(metrics.acceptance_rate, 4),
     }  # fmt: skip
 
 
-def _round(value: float | None, digits: int) -> float | None:
+def rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
 
 
+def predict(lines: list[dict[str, Any]], folder: Path) -> None:
+    """Put beside each speed-up what the bytes of the same passes allow, and the share of it that was reached."""
+    runs = {}
+    for cell in find_records(folder):
+        record = read_record(cell)
+        if record.status == "ok":
+            passes = (cell / PASSES).read_text(encoding="utf-8").splitlines()
+            runs[record.cell.method] = record, [json.loads(one) for one in passes]
+    base = runs.get(BASELINE)
+    for line in lines:
+        if base is None or line["method"] not in runs or line["method"] == BASELINE:
+            continue
+        record, passes = runs[line["method"]]
+        measured, reason = speedup(record, base[0])
+        predicted = predicted_speedup(record, passes, *base)
+        line["speedup"], line["predicted"] = rounded(measured, 3), rounded(predicted, 3)
+        line["share"] = rounded(ratio(measured, predicted), 3)
+        if reason:
+            line["reason"] = reason
+
+
 def measure(benches: list[Bench], words: list[str], out: Path) -> list[dict[str, Any]]:
-    """Run the comparisons one after another, a line each as it ends."""
+    """Run the comparisons one after another; prints a line a cell as soon as it is known."""
     lines = []
     for bench in benches:
-        for record in run_comparison(configs_for(bench, words, out), out / bench.name):
-            lines.append(line_of(bench, record))
-            print(json.dumps(lines[-1]), flush=True)
+        records = run_comparison(configs_for(bench, words, out), out / bench.name)
+        own = [line_of(bench, record) for record in records]
+        predict(own, out / bench.name)
+        for line in own:
+            print(json.dumps(line), flush=True)
+        lines += own
     return lines
+
+
+def print_table(lines: list[dict[str, Any]]) -> None:
+    """Predicted and measured speed-ups."""
+    rows = [line for line in lines if line.get("speedup") is not None]
+    if not rows:
+        return
+    keys = ("model", "method", "acceptance", "batch_mode", "batch", "context", "tokens_per_round", "predicted",
+            "speedup", "share")  # fmt: skip
+    table = Table(title="speed-up over autoregressive: what the bytes of the same passes allow, measured, their ratio")
+    for key in keys:
+        table.add_column(key)
+    for line in rows:
+        table.add_row(*(str(line[key]) for key in keys))
+    Console(width=160).print(table)
 
 
 def split(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -149,20 +184,21 @@ def main(arguments: list[str]) -> int:
     """Run a suite; returns how many cells failed. Raises ValueError for bad arguments, before any work."""
     register()
     own, words = split(arguments)
-    if own["suite"] not in SUITES:
-        raise ValueError(f"unknown suite {own['suite']!r}{nearest(own['suite'], list(SUITES))}")
-    benches = [b for b in SUITES[own["suite"]] if own["only"] in b.name]
+    suite = own["suite"]
+    if suite not in SUITES:
+        raise ValueError(f"unknown suite {suite!r}{nearest(suite, list(SUITES))}")
+    benches = [bench for bench in SUITES[suite] if own["only"] in bench.name]
     if not benches:
-        raise ValueError(f"no cell of suite {own['suite']} has {own['only']!r} in its name")
-    stamp = f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{UNIQUE}"
-    out = Path(own["out"] or f"runs/bench-gpu-{own['suite']}-{stamp}")
+        raise ValueError(f"no cell of suite {suite} has {own['only']!r} in its name")
+    words = [f"protocol.repeats={own['repeats']}", *words]
+    out = Path(own["out"] or f"runs/bench-gpu-{suite}-{datetime.now():%Y-%m-%d_%H-%M-%S}-{UNIQUE}")
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        words = [f"protocol.repeats={own['repeats']}", *words]
         check_overrides(words_for(benches[0], words, out))
         claim_dir(out)
         lines = measure(benches, words, out)
+    print_table(lines)
     failed = sum("error" in line for line in lines)
-    print(json.dumps({"suite": own["suite"], "failed": failed, "cells": lines}))
+    print(json.dumps({"suite": suite, "failed": failed, "cells": lines}))
     return failed
 
 

@@ -20,22 +20,27 @@ from aspire import calibrate
 from aspire.engine import Engine, PassRecord
 from aspire.policies import Method
 from aspire.request import Request
-from experiments.environment import device_name, synchronise
+from experiments.config import MAX_FIT
+from experiments.environment import copy_tb_s, device_name, synchronise
+from experiments.layout import lay_out, make_method, resolve
+from experiments.loading import Config, free_cached
 from experiments.outcome import Entry, Window, conclude
 from experiments.records import Cell, Record
-from experiments.session import Config, Session, free_cached, make_method, open_session, resolve
+from experiments.session import Session, open_session
 
 Report = Callable[[str], None]
 
 
 def cell_of(config: Config) -> Cell:
+    """A batch that was never settled counts as 0."""
     acceptance = config["acceptance"]["profile"]
     shapes = config["model"]["weights"] == "random"
     # The profile's parameters follow when it has run; real weights refuse emulation before they run.
     mark = f"emulated:{acceptance}" if shapes and acceptance != "measured" else "measured"
     return Cell(
         model=config["model"]["name"], benchmark=config["benchmark"]["name"], method=config["method"]["name"],
-        batch=config["batch"], seed=config["seed"], evidence="shapes" if shapes else "real", acceptance=mark,
+        batch=0 if config["batch"] == MAX_FIT else config["batch"], seed=config["seed"],
+        evidence="shapes" if shapes else "real", acceptance=mark,
     )  # fmt: skip
 
 
@@ -63,9 +68,16 @@ def run_comparison(configs: list[Config], out: Path, report: Report = tqdm.write
 
 
 def measure(entries: list[Entry], config: Config, report: Report) -> None:
-    """Prefill, calibrate, warm up, then the timed windows, interleaved."""
-    methods = [entry.method for entry in entries if entry.method is not None]
-    session = open_session(config, max(m.speculation.longest for m in methods))
+    """Plan the memory, prefill, calibrate, warm up, then the timed windows, interleaved."""
+    if config["engine"]["device"].startswith("cuda"):
+        copy_tb_s(config["engine"]["device"])  # while there is room for what it copies
+    layout = lay_out(config, [entry.method for entry in entries if entry.method is not None])
+    for entry, batch in zip(entries, layout.batches, strict=True):
+        settled = {key: layout.config[key] for key in ("benchmark", "protocol")}
+        entry.config = {**entry.config, **settled, "batch": batch}
+        entry.cell = cell_of(entry.config)
+    report("\n".join(layout.plan.table()))
+    session = open_session(layout)
     report(f"{len(session.items)} prompts prefilled in {session.prefill_s:.1f} s")
     repeats = config["protocol"]["repeats"]
     with tqdm(total=len(entries) * (1 + repeats), desc="cells", unit="window") as bar:
@@ -120,6 +132,7 @@ def warm_up(engine: Engine, session: Session, passes: int) -> list[PassRecord]:
     with closing(engine):
         fill(engine, session, supply, [])
         engine.prepare()
+        free_cached()  # what captures ran in before they were captured
         for _ in range(passes):
             fill(engine, session, supply, [])
             engine.step()
@@ -183,8 +196,15 @@ def run_window(session: Session, entry: Entry) -> Window:
         window.seconds = engine.clock() - start - (engine.prefill_seconds - admitted)
         window.graph_misses = engine.graph_misses - missed
     if device.startswith("cuda"):
-        window.peak_gib = torch.cuda.max_memory_allocated() / 2**30
+        window.peak_gib = (torch.cuda.max_memory_allocated() + held_by_graphs()) / 2**30
     return window
+
+
+def held_by_graphs() -> int:
+    """Bytes that captured passes keep for their next run, which count as free between runs."""
+    segments = torch.cuda.memory_snapshot()
+    own = [s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
+    return sum(s["total_size"] - s["allocated_size"] for s in own)
 
 
 def run_until_full(engine: Engine, session: Session, supply: Iterator[int], window: Window, tokens: int | None) -> None:

@@ -98,6 +98,7 @@ class AcceptanceConf:
 @dataclass
 class ProtocolConf:
     window_tokens: int = MISSING
+    tokens_per_slot: int | None = None
     replay: str = "cyclic"
     prompt_kv: str = "prefill"
     warmup_passes: int = MISSING

@@ -27,7 +27,7 @@ from experiments import oracle
 from experiments.benchmarks import PyStdlib
 from experiments.config import CONF, for_method, plain, refuse, register
 from experiments.fig1 import METHODS
-from experiments.session import make_method
+from experiments.layout import make_method
 
 Texts = list[list[int]]  # output ids of every prompt
 MODES = ("greedy", "coupled")

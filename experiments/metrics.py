@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from experiments.config import MAX_FIT
 from experiments.records import Metrics, Record, RequestLine, Timing, Tokens, TpotMs, pick, read_record, read_requests
 
 Lines = Sequence[RequestLine]
@@ -146,6 +147,7 @@ KNOWN = ("device", "dtype", "requests", "run")
 SAME = (*KNOWN, "model", "batch", "sampling", "engine settings", "output policy", "evidence")
 
 
+Passes = Sequence[dict[str, Any]]
 OWN = ("warmup_passes", "graph_misses", "planned_gib")  # of the protocol, a method's own
 
 
@@ -160,7 +162,7 @@ def compared(record: Record) -> dict[str, Any]:
         record.workload.data_hash,
         config.get("run_id"),
         {"name": record.cell.model, "config": config.get("model")},
-        record.cell.batch,
+        MAX_FIT if protocol.get("batch_mode") == MAX_FIT else record.cell.batch,
         # Not the verification rule: plain decoding has none.
         {k: getattr(sampling, k) for k in ("temperature", "top_k", "top_p", "seed")},
         config.get("engine"),
@@ -188,6 +190,29 @@ def speedup(record: Record, baseline: Record | None, metric: str = "decode_tok_s
             return None, f"{name} differs from the baseline's{_difference(mine[name], theirs[name])}"
     value = ratio(getattr(record.metrics, metric), getattr(baseline.metrics, metric))
     return (value, None) if value is not None else (None, f"{metric} not recorded")
+
+
+def fewest_bytes(fed: int, kv_tokens: float, weight_bytes: int, kv_bytes: int) -> float:
+    """What a pass must move at least: the weights once, the KV its rows read, the KV it writes."""
+    return weight_bytes + kv_bytes * (kv_tokens + fed)
+
+
+def predicted_tok_s(record: Record, passes: Passes) -> float | None:
+    """Tokens a second, were bytes all that counts: committed tokens of the passes / (their fewest bytes / bandwidth).
+
+    passes: the lines of passes.jsonl, so the draft lengths are those that occurred.
+    """
+    protocol, copy = record.protocol or {}, record.environment.copy_tb_s
+    if copy is None or not {"pass_bytes", "kv_bytes"} <= protocol.keys() or any("fed" not in p for p in passes):
+        return None
+    sizes = protocol["pass_bytes"], protocol["kv_bytes"]
+    moved = sum(fewest_bytes(p["fed"], p["kv_tokens"], *sizes) for p in passes)
+    return ratio(sum(p["tokens"] for p in passes), moved / (copy * 1e12))
+
+
+def predicted_speedup(record: Record, passes: Passes, baseline: Record, base_passes: Passes) -> float | None:
+    """The speed-up that the bytes of both methods' passes allow."""
+    return ratio(predicted_tok_s(record, passes), predicted_tok_s(baseline, base_passes))
 
 
 def _difference(mine: Any, theirs: Any) -> str:

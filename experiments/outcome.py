@@ -12,7 +12,8 @@ from aspire.policies import Method
 from aspire.request import Request
 from experiments.benchmarks import data_hash
 from experiments.environment import copy_tb_s, environment
-from experiments.metrics import summarise, tpot_ms
+from experiments.loading import Config
+from experiments.metrics import fewest_bytes, summarise, tpot_ms
 from experiments.records import (
     PASSES,
     Cell,
@@ -27,7 +28,7 @@ from experiments.records import (
     failed_record,
     write_record,
 )  # fmt: skip
-from experiments.session import Config, Session
+from experiments.session import Session
 
 
 @dataclass
@@ -67,7 +68,13 @@ def conclude(entry: Entry, out: Path) -> Record:
     lines = [request_line(r) for r in window.requests]
     record = measured_record(entry, name, lines)
     (out / name).mkdir(parents=True, exist_ok=True)
-    passes = ({"kinds": p.kinds, "ms": round(1e3 * p.seconds, 3), "tokens": p.committed} for p in window.passes)
+    passes = (
+        {
+            "kinds": p.kinds, "ms": round(1e3 * p.seconds, 3), "tokens": p.committed, "fed": p.tokens,
+            "kv_tokens": round(p.kv_tokens, 2),
+        }
+        for p in window.passes
+    )  # fmt: skip
     (out / name / PASSES).write_text("".join(json.dumps(p) + "\n" for p in passes))
     write_record(out / name, record, lines)
     return record
@@ -92,9 +99,14 @@ def measured_record(entry: Entry, name: str, lines: list[RequestLine]) -> Record
     efficiency = hbm_efficiency(entry, session) if device.startswith("cuda") else None
     tokens, metrics = summarise(lines, timing, tpot_ms(lines, times), max(peaks, default=None), efficiency)
     calibration = None if entry.calibration is None else asdict(entry.calibration)
-    protocol = config["protocol"] | ({"source": session.provenance} if session.provenance else {})
-    protocol["graphs"] = bool(session.settings.graphs)
-    protocol["graph_misses"] = sum(w.graph_misses for w in entry.windows)
+    layout = session.layout
+    protocol = config["protocol"] | ({"source": layout.provenance} if layout.provenance else {})
+    protocol |= {
+        "batch_mode": layout.mode, "graphs": bool(session.settings.graphs), "planned_gib": layout.plan.gib,
+        "graph_misses": sum(w.graph_misses for w in entry.windows),
+        "pass_bytes": weight_bytes_read(session),
+        "kv_bytes": layout.spec.kv_bytes_per_token(layout.settings.dtype),
+    }  # fmt: skip
     return Record(
         cell_id=name, status="ok",
         cell=entry.cell.model_copy(update={"acceptance": session.verification.acceptance_mark}),
@@ -129,11 +141,16 @@ def workload_of(session: Session) -> Workload:
     )  # fmt: skip
 
 
+def weight_bytes_read(session: Session) -> int:
+    """Bytes of the weights that every pass reads: all but the rows of a separate embedding, which are looked up."""
+    spec, dtype = session.model.spec, session.settings.dtype
+    embedding = 0 if spec.tied else spec.vocab_size * spec.hidden_size * dtype.itemsize
+    return spec.weight_bytes(dtype) - embedding
+
+
 def hbm_efficiency(entry: Entry, session: Session) -> float:
     """Fewest bytes the passes had to move / measured copy bandwidth / their time: weights, KV read and written."""
-    spec, dtype = session.model.spec, session.settings.dtype
     passes = [p for w in entry.windows for p in w.passes]
-    kv = spec.kv_bytes_per_token(dtype)
-    embedding = 0 if spec.tied else spec.vocab_size * spec.hidden_size * dtype.itemsize  # looked up, not read whole
-    moved = len(passes) * (spec.weight_bytes(dtype) - embedding) + kv * sum(p.kv_tokens + p.tokens for p in passes)
+    kv = session.model.spec.kv_bytes_per_token(session.settings.dtype)
+    moved = sum(fewest_bytes(p.tokens, p.kv_tokens, weight_bytes_read(session), kv) for p in passes)
     return moved / (copy_tb_s(session.settings.device) * 1e12) / sum(p.seconds for p in passes)

@@ -15,9 +15,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from experiments.compare import run_comparison
-from experiments.config import CONF, check_overrides, for_method, plain, refuse, register
+from experiments.config import CONF, MAX_FIT, check_overrides, for_method, plain, refuse, register
+from experiments.layout import with_batch
+from experiments.loading import Config
 from experiments.records import Record, claim_dir, find_records, read_record
-from experiments.session import Config
 from experiments.summary import Summary
 from experiments.tracking import track
 
@@ -46,7 +47,10 @@ def resumable(configs: list[Config], out: Path) -> list[Record]:
         record = found.get(config["method"]["name"])
         if record is None:
             continue
-        wanted, had = ({k: v for k, v in c.items() if k not in SETTLED} for c in (config, record.config))
+        if config["batch"] != MAX_FIT:
+            config = with_batch(config, config["batch"])
+        settled = SETTLED if config["batch"] != MAX_FIT else SETTLED | {"batch", "benchmark", "protocol"}
+        wanted, had = ({k: v for k, v in c.items() if k not in settled} for c in (config, record.config))
         changed = sorted(k for k in {*wanted, *had} if wanted.get(k) != had.get(k))
         if changed:
             raise ValueError(

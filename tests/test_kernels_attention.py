@@ -239,7 +239,7 @@ def test_taps(small: bool, group: int, every: bool) -> None:
     probed = [True, True, False, True, True, True, True]
     case = make(RAGGED, 2, group, 8)
     taps = tapped(case, every, probed)
-    assert not small or (small_work(case.rows).spans[:2, 1] > 1).all(), "nothing is split"
+    assert not small or (small_work(case.rows).spans[:, 1] > 1).any(), "nothing is split"
     out = case.attend(small, taps)
     torch.testing.assert_close(out, case.attend(small), **CLOSE)
     logits, lse = direct(case, taps)
@@ -322,7 +322,7 @@ def test_pieces_cover_every_tile_once(plans: list[list[int]], budget: int) -> No
         covered = [(row, tile) for row, begin, end in real for tile in range(begin, end)]
         assert covered == [(row, tile) for row, n in enumerate(wanted) for tile in range(n)]
         assert all(begin < end for _, begin, end in real)
-        assert max((end - begin for _, begin, end in real), default=0) <= max(1, -(-sum(wanted) // budget))
+        assert max((end - begin for _, begin, end in real), default=0) <= max(1, 1.5 * sum(wanted) / budget + 1)
         for row, (first, number) in enumerate(spans[plan].tolist()):
             assert [p[0] for p in real[first : first + number]] == [row] * number
             assert number == sum(p[0] == row for p in real)

@@ -166,18 +166,27 @@ def _attention_kernel(
                 s = tl.where(ok[None, :], s, float("-inf"))
                 acc, top, total = _absorb(acc, top, total, s, v, scale, PRECISION, True)
     table = page_table + row64 * pages
+    tap, kept = logits, live
+    if TAPS > 0:
+        index = w
+        if TAPS == 1:  # the first query and the last
+            index = tl.where(w == 0, 0, 1)
+            kept = live & ((w == 0) | (w == wide - 1))
+        kept = kept & (tl.load(tapped + row) != 0)
+        tap = logits + (row64 * logits_row + index * logits_query + q_head * logits_head)[:, None]
     from_tail = tl.maximum(begin, head_tiles)
-    whole = from_tail
-    if TAPS == 0:  # tiles that every query sees whole
-        whole = tl.minimum(end, head_tiles + (tl.maximum(at + 1 - tail, 0) // N).to(tl.int32))
-        for t in tl.range(from_tail, whole, num_stages=STAGES):
-            pos = tail + (t - head_tiles) * N + n
-            page, slot = tl.load(table + pos // PAGE), pos % PAGE
-            k = _keys(k_cache, page, slot, offset, d, page_stride, token_stride, n >= 0, DIM, padded)
-            v = _keys(v_cache, page, slot, offset, d, page_stride, token_stride, n >= 0, DIM, padded)
-            s = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
-            acc, top, total = _absorb(acc, top, total, s, v, scale, PRECISION, False)
-    for t in tl.range(tl.maximum(from_tail, whole), end, num_stages=STAGES if TAPS > 0 else 1):
+    whole = tl.minimum(end, head_tiles + (tl.maximum(at + 1 - tail, 0) // N).to(tl.int32))
+    for t in tl.range(from_tail, whole, num_stages=STAGES):  # tiles that every query sees whole
+        pos = tail + (t - head_tiles) * N + n
+        page, slot = tl.load(table + pos // PAGE), pos % PAGE
+        k = _keys(k_cache, page, slot, offset, d, page_stride, token_stride, n >= 0, DIM, padded)
+        v = _keys(v_cache, page, slot, offset, d, page_stride, token_stride, n >= 0, DIM, padded)
+        s = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+        acc, top, total = _absorb(acc, top, total, s, v, scale, PRECISION, False)
+        if TAPS > 0:
+            near = kept[:, None] & (pos >= 0)[None, :]
+            tl.store(tap + pos[None, :], (s * scale).to(logits.dtype.element_ty), mask=near)
+    for t in range(tl.maximum(from_tail, whole), end):
         pos = tail + (t - head_tiles) * N + n
         ok = pos < stop
         page, slot = tl.load(table + pos // PAGE, mask=ok, other=0), pos % PAGE
@@ -188,14 +197,7 @@ def _attention_kernel(
         s = tl.where(seen, s, float("-inf"))
         acc, top, total = _absorb(acc, top, total, s, v, scale, PRECISION, True)
         if TAPS > 0:
-            if tl.load(tapped + row) != 0:
-                index, kept = w, live
-                if TAPS == 1:
-                    index = tl.where(w == 0, 0, 1)
-                    kept = live & ((w == 0) | (w == wide - 1))
-                line = row64 * logits_row + index * logits_query + q_head * logits_head
-                put = logits + line[:, None] + pos[None, :]
-                tl.store(put, (s * scale).to(logits.dtype.element_ty), mask=seen & kept[:, None])
+            tl.store(tap + pos[None, :], (s * scale).to(logits.dtype.element_ty), mask=seen & kept[:, None])
     sums = tl.where(total > 0, total, 1.0)
     acc = acc / sums[:, None]
     log_sum = top + tl.log2(sums)
@@ -256,7 +258,7 @@ class Tuning:
 # (rows of the query tile, every row dense) -> what ran best on an H200, see results/LOG.md.
 TUNED = {
     (16, True): Tuning(128, 4, 2, 8),
-    (16, False): Tuning(64, 2, 2, 4),
+    (16, False): Tuning(64, 4, 2, 3),
     (32, True): Tuning(128, 4, 2, 8),
     (32, False): Tuning(128, 4, 2, 8),
     (64, True): Tuning(64, 4, 3, 8),
@@ -338,7 +340,7 @@ def mixed_attention_triton(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=tune.stages, num_warps=tune.warps, **common,
     )  # fmt: skip
     grid = (len(rows.start), rows.widest, q.shape[1])
-    _merge_kernel[grid](parts, part_lse, work.spans, rows.start, rows.width, out, lse, CHUNK=16, num_warps=4, **common)
+    _merge_kernel[grid](parts, part_lse, work.spans, rows.start, rows.width, out, lse, CHUNK=16, num_warps=2, **common)
 
 
 def units_of(rows: Rows, chosen: BlockSet, sparse: Tensor) -> Tensor:

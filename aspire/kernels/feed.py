@@ -1,12 +1,12 @@
 """What does each row feed? Token ids, positions, pool entries and noise keys of a pass, from the state of its slots.
 
-Contract of `feed`. verify, draft [B] bool (never both), drafted, length, last_token [B] int64, draft_tokens [B, G] int64,
-page_table [B, P] int64; T tokens and W the widest row, static. A draft row has one token, at position length - 1 +
-drafted: its newest draft, or the last committed token. A verify row has drafted + 1, from position length - 1 on. A row
-that does neither has width 0. Result: start, width, position [B]; index [B, W] the token of each query, the last one
-repeated (0 for a row of width 0 that comes first); of each token [T]: row (a padding token: some row or other), real,
-ids and positions (0 for padding), entries (-1 for padding), key = position + 1, or for the tokens of draft rows, where
-`fresh`, (position + 1) * G + drafted. All int64 but `real`.
+Contract of `feed`. verify, draft [B] bool (never both), drafted, length, last_token [B] int64, draft_tokens [B, G]
+int64, page_table [B, P] int64; T tokens and W the widest row, static. A draft row has one token, at position length -
+1 + drafted: its newest draft, or the last committed token. A verify row has drafted + 1, from position length - 1 on.
+A row that does neither has width 0. Result: start, width, position [B]; index [B, W] the token of each query, the last
+one repeated (0 for a row of width 0 that comes first); of each token [T]: row (a padding token: some row or other),
+real, ids and positions (0 for padding), entries (-1 for padding), key = position + 1, or for the tokens of draft rows,
+where `fresh`, (position + 1) * G + drafted. All int64 but `real`.
 """
 
 from dataclasses import dataclass
@@ -142,14 +142,20 @@ def feed(
 ) -> Feed:  # fmt: skip
     """What each row feeds; see the contract at the head of this file."""
     run = feed_triton if wanted(length) else feed_torch
-    return run(
-        verify, draft, drafted, length, last_token, draft_tokens, page_table, page_size, tokens, widest, fresh
-    )
+    return run(verify, draft, drafted, length, last_token, draft_tokens, page_table, page_size, tokens, widest, fresh)
 
 
 CASES = [  # (verify, draft, drafted, length, longest draft, tokens, fresh)
     ([True], [False], [0], [1], 0, 1, False),
     ([True, False, False], [False, True, False], [3, 2, 0], [17, 63, 5], 4, 5, True),
-    ([False, True, True, False, False], [True, False, False, False, True], [0, 2, 0, 3, 5], [1, 257, 64, 9, 30], 5, 9, False),
+    (
+        [False, True, True, False, False],
+        [True, False, False, False, True],
+        [0, 2, 0, 3, 5],
+        [1, 257, 64, 9, 30],
+        5,
+        9,
+        False,
+    ),
     ([False, False], [False, False], [0, 0], [0, 0], 3, 2, True),
 ]

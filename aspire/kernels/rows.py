@@ -54,6 +54,8 @@ class Rows:
     def parts(self) -> list["Rows"]:
         """The same rows in groups that hold only dense or only selected rows, none of width 0: for the twin."""
         live = self.width > 0
+        if not bool(live.any()):
+            return []
         if self.selection is None or self.sparse is None:
             if bool(live.all()):
                 return [self]

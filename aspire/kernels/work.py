@@ -1,11 +1,12 @@
 """How is the reading of a pass split over a GPU? Rows of very different length become near-equal pieces, on the device.
 
-Contract of `plan_work`. The keys of a row are cut into tiles of TILE keys: first those of its head (the selected units,
-count * unit keys), then those of its tail (positions tail_start .. position + width - 1). A dense row has no head and
-tail_start 0; a row of width 0 reads nothing. All tiles together are shared out over at most `budget` pieces plus one a
-row, each a run of tiles of one row. Result, for every plan p of the S plans: pieces [S, budget + R, 3] int32 = (row,
-first tile, end tile), row -1 where there is none; spans [S, R, 2] int32 = (first piece, number of pieces) of each row.
-The grid of the attention kernel is the size of `pieces`, whatever the lengths are, so a captured pass stays valid.
+Contract of `plan_work`. The keys of a row are cut into tiles of TILE keys: first those of its head (the selected
+units, count * unit keys), then those of its tail (positions tail_start .. position + width - 1). A dense row has no
+head and tail_start 0; a row of width 0 reads nothing. A row that reads anything is cut into as many pieces as its
+share of all tiles is of `budget`, rounded, at least one; its pieces are equal up to the last. Result, for every
+plan p of the S plans: pieces [S, budget + R, 3] int32 = (row, first tile, end tile), row -1 where there is none; spans
+[S, R, 2] int32 = (first piece, number of pieces) of each row. The grid of the attention kernel is the size of
+`pieces`, whatever the lengths are, so a captured pass stays valid.
 """
 
 from dataclasses import dataclass
@@ -39,17 +40,20 @@ def row_tiles(
 def plan_work_torch(tiles: Tensor, budget: int) -> tuple[Tensor, Tensor]:
     """The twin: tiles [S, R] of each row -> (pieces, spans)."""
     plans, rows = tiles.shape
-    share = (-(-tiles.sum(1) // budget)).clamp(min=1)[:, None]
-    count = -(-tiles // share)
+    total = tiles.sum(1, keepdim=True).clamp(min=1)
+    count = torch.where(tiles > 0, ((tiles * budget + total // 2) // total).clamp(min=1), 0)
+    share = -(-tiles // count.clamp(min=1))
+    count = -(-tiles // share.clamp(min=1))
     first = count.cumsum(1) - count
     pieces = torch.zeros(plans, budget + rows, 3, dtype=torch.int32, device=tiles.device)
     number = torch.arange(budget + rows, device=tiles.device)
     row = (number[:, None] >= first[:, None]).sum(2) - 1  # the last row that starts at or before this piece
     row = torch.where(number < count.sum(1, keepdim=True), row, -1)
     at = row.clamp(min=0)
-    begin = (number - first.gather(1, at)) * share
+    each = share.gather(1, at)
+    begin = (number - first.gather(1, at)) * each
     pieces[..., 0], pieces[..., 1] = row, begin
-    pieces[..., 2] = torch.minimum(begin + share, tiles.gather(1, at))
+    pieces[..., 2] = torch.minimum(begin + each, tiles.gather(1, at))
     return pieces, torch.stack([first, count], 2).int()
 
 
@@ -72,10 +76,12 @@ def _plan_kernel(
         head_tiles = tl.where(chosen & (w > 0), (most * unit + TILE - 1) // TILE, 0)
         tail -= tl.where(chosen, tl.load(tail_start + r, mask=there, other=0), 0)
     tiles = head_tiles + tl.where(w > 0, (tail + TILE - 1) // TILE, 0)
-    share = tl.maximum((tl.sum(tiles, 0) + budget - 1) // budget, 1)
+    total = tl.maximum(tl.sum(tiles, 0), 1)
+    number = tl.where(tiles > 0, tl.maximum((tiles * budget + total // 2) // total, 1), 0)
+    share = tl.maximum((tiles + number - 1) // tl.maximum(number, 1), 1)
     number = (tiles + share - 1) // share
     first = tl.cumsum(number, 0) - number
-    total = tl.sum(number, 0)
+    used = tl.sum(number, 0)
     tl.store(spans + (plan * rows + r) * 2, first.to(tl.int32), mask=there)
     tl.store(spans + (plan * rows + r) * 2 + 1, number.to(tl.int32), mask=there)
     for base in range(0, size, P):
@@ -83,10 +89,11 @@ def _plan_kernel(
         starts = (first[None, :] <= p[:, None]) & there[None, :]  # [P, R]
         row = tl.sum(starts.to(tl.int32), 1) - 1
         mine = r[None, :] == row[:, None]
-        begin = (p - tl.sum(tl.where(mine, first[None, :], 0), 1)) * share
-        end = tl.minimum(begin + share, tl.sum(tl.where(mine, tiles[None, :], 0), 1))
+        each = tl.sum(tl.where(mine, share[None, :], 0), 1)
+        begin = (p - tl.sum(tl.where(mine, first[None, :], 0), 1)) * each
+        end = tl.minimum(begin + each, tl.sum(tl.where(mine, tiles[None, :], 0), 1))
         at = pieces + (plan * size + p) * 3
-        tl.store(at, tl.where(p < total, row, -1), mask=p < size)
+        tl.store(at, tl.where(p < used, row, -1), mask=p < size)
         tl.store(at + 1, begin.to(tl.int32), mask=p < size)
         tl.store(at + 2, end.to(tl.int32), mask=p < size)
 

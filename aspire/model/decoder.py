@@ -15,6 +15,7 @@ from aspire.kernels.activation import silu_mul
 from aspire.kernels.heads import Angles, Heads
 from aspire.kernels.linear import linear, pack
 from aspire.kernels.norm import add_rms_norm, rms_norm
+from aspire.kernels.skinny import linear_add, norm_gated, norm_linear, serves
 from aspire.model.rope import angles, inv_freq
 from aspire.model.spec import ModelSpec
 
@@ -49,22 +50,39 @@ class Layer(nn.Module):
         self.down = weight(spec.hidden_size, spec.intermediate_size)
         self.packed: dict[str, Tensor | None] = {}
 
-    def forward(self, index: int, x: Tensor, delta: Tensor | None, at: Angles, attend: Attend) -> tuple[Tensor, Tensor]:
-        """x [T, E] and what is still to be added to it [T, E], None = nothing -> the same two after this layer.
+    def forward(
+        self, index: int, x: Tensor, delta: Tensor | None, at: Angles, attend: Attend
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [T, E] and what is still to be added to it [T, E], None = nothing -> the same two after this layer."""
+        if delta is None and serves(x):
+            return self._few_rows(index, x, at, attend), None
+        return self._any_rows(index, x, delta, at, attend)
 
-        The sum is left to the next norm, which reads both anyway.
-        """
-        spec, packed = self.spec, self.packed.get
+    def _few_rows(self, index: int, x: Tensor, at: Angles, attend: Attend) -> Tensor:
+        """Four products that norm, gate and add on the way; nothing is left to be added."""
+        eps = self.spec.rms_eps
+        qkv = norm_linear(x, self.attn_norm, eps, self.qkv, self.qkv_bias)
+        x = linear_add(attend(index, self._heads(qkv, at)).flatten(1), self.out, x)
+        return linear_add(norm_gated(x, self.mlp_norm, eps, self.gate_up), self.down, x)
+
+    def _any_rows(
+        self, index: int, x: Tensor, delta: Tensor | None, at: Angles, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """The last sum is left to the next norm, which reads both summands anyway."""
+        eps, packed = self.spec.rms_eps, self.packed.get
         if delta is None:
-            normed = rms_norm(x, self.attn_norm, spec.rms_eps)
+            normed = rms_norm(x, self.attn_norm, eps)
         else:
-            x, normed = add_rms_norm(x, delta, self.attn_norm, spec.rms_eps)
+            x, normed = add_rms_norm(x, delta, self.attn_norm, eps)
         qkv = linear(normed, self.qkv, self.qkv_bias, packed("qkv"))
-        heads = Heads(qkv, at, self.q_norm, self.k_norm, spec.rms_eps, spec.heads, spec.kv_heads)
-        mixed = linear(attend(index, heads).flatten(1), self.out, None, packed("out"))
-        x, normed = add_rms_norm(x, mixed, self.mlp_norm, spec.rms_eps)
+        mixed = linear(attend(index, self._heads(qkv, at)).flatten(1), self.out, None, packed("out"))
+        x, normed = add_rms_norm(x, mixed, self.mlp_norm, eps)
         gate_up = linear(normed, self.gate_up, None, packed("gate_up"))
         return x, linear(silu_mul(gate_up), self.down, None, packed("down"))
+
+    def _heads(self, qkv: Tensor, at: Angles) -> Heads:
+        spec = self.spec
+        return Heads(qkv, at, self.q_norm, self.k_norm, spec.rms_eps, spec.heads, spec.kv_heads)
 
     def pack(self) -> None:
         """Lay the matrices out for this machine; the plain ones stay."""
@@ -95,8 +113,8 @@ class Decoder(nn.Module):
         delta: Tensor | None = None
         for index, layer in enumerate(self.blocks):
             x, delta = layer(index, x, delta, at, attend)
-        assert delta is not None, "a decoder has at least one layer"
-        return add_rms_norm(x, delta, self.norm, self.spec.rms_eps)[1]
+        eps = self.spec.rms_eps
+        return rms_norm(x, self.norm, eps) if delta is None else add_rms_norm(x, delta, self.norm, eps)[1]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,165 @@
+"""Do the products for few rows do what their twins do, and does a layer made of them give what the plain one gives?
+
+On a GPU the kernels run there, also in bf16; elsewhere under Triton's interpreter, in fp32.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import dense_logits, tiny_model
+from torch import Tensor
+
+from aspire.kernels import skinny
+from aspire.kernels.jit import triton
+from aspire.kernels.skinny import CASES, Tile, tile_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+# fp32: sums of up to 257 terms in another order; bf16: three roundings to 8 bits, of the normed row, of the gate's and
+# up's product and of the result, which the twin and the kernel place differently
+CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 1e-4}, torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2}}
+EPS = 1e-6
+needs_triton = pytest.mark.skipif(triton is None, reason="no Triton here")
+needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA")
+SMALL = Tile(16, 64, 3, 4)  # several steps of K
+TILES = (None, SMALL, Tile(32, 64, 3, 2, split=2))
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory is NaN, so that an output which a kernel leaves unwritten shows."""
+    empty = torch.empty
+
+    def poison(*a: object, **kw: object) -> Tensor:
+        x: Tensor = empty(*a, **kw)  # type: ignore[call-overload]
+        return x.fill_(float("nan")) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", poison)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE, dtype)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values with room between the rows, and NaN in it."""
+    return torch.cat((x, torch.full_like(x, float("nan"))), -1)[..., : x.shape[-1]]
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x, norm weight, weight; results of order one."""
+    x, norm = randn(m, k, dtype=dtype), 1 + randn(k, dtype=dtype, seed=1, scale=0.2)
+    return strided(x), norm, randn(n, k, dtype=dtype, seed=2, scale=k**-0.5)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), CASES)
+def test_norm_linear(m: int, n: int, k: int, bias: bool, dtype: torch.dtype) -> None:
+    x, norm, weight = operands(m, n, k, dtype)
+    added = randn(n, dtype=dtype, seed=3) if bias else None
+    want = skinny.norm_linear_torch(x, norm, EPS, weight, added)
+    for tile in TILES:
+        got = skinny.norm_linear_triton(x, norm, EPS, weight, added, tile)
+        torch.testing.assert_close(got, want, **CLOSE[dtype])
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), CASES)
+def test_norm_gated(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, norm, weight = operands(m, 2 * n, k, dtype)
+    want = skinny.norm_gated_torch(x, norm, EPS, weight)
+    for tile in TILES:
+        torch.testing.assert_close(skinny.norm_gated_triton(x, norm, EPS, weight, tile), want, **CLOSE[dtype])
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), CASES)
+def test_linear_add(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """The residual is left alone."""
+    x, _, weight = operands(m, n, k, dtype)
+    residual = strided(randn(m, n, dtype=dtype, seed=4))
+    before = residual.clone()
+    want = skinny.linear_add_torch(x, weight, residual)
+    for tile in TILES:
+        torch.testing.assert_close(skinny.linear_add_triton(x, weight, residual, tile), want, **CLOSE[dtype])
+    assert torch.equal(residual, before)
+
+
+@needs_triton
+def test_no_rows() -> None:
+    x, _, weight = operands(0, 17, 64, torch.float32)
+    assert skinny.linear_add_triton(x, weight, x.new_empty(0, 17)).shape == (0, 17)
+
+
+@needs_triton
+def test_too_many_rows_are_refused() -> None:
+    x, _, weight = operands(65, 17, 64, torch.float32)
+    with pytest.raises(AssertionError):
+        skinny.linear_add_triton(x, weight, x.new_zeros(65, 17))
+
+
+@pytest.mark.parametrize("kind", ["norm_linear", "norm_gated", "linear_add"])
+@pytest.mark.parametrize(("n", "k"), [(4096, 2048), (2048, 6144), (960, 576), (576, 1536), (12288, 4096), (17, 3)])
+@pytest.mark.parametrize("m", [1, 12, 32, 64])
+def test_the_default_tile_fits(m: int, n: int, k: int, kind: str) -> None:
+    """Its stages fit shared memory, and a product wide enough keeps the multiprocessors busy."""
+    for itemsize in (2, 4):
+        tile = tile_of(m, n, k, kind, itemsize)
+        held = skinny.rows_of_tile(m) + tile.block_n * (2 if kind == "norm_gated" else 1)
+        assert 2 <= tile.stages <= 6 and held * tile.block_k * itemsize * tile.stages <= 200 * 1024
+        assert -(-n // tile.block_n) >= skinny.FEWEST_PROGRAMS or tile.block_n == 16
+
+
+@needs_triton
+def test_a_layer_of_these_gives_the_plain_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused layer, forced on, with qkv bias and without."""
+    for kind in ("qwen2", "qwen3"):
+        model = tiny_model(kind).to(DEVICE)
+        ids = torch.randint(97, (13,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        want = dense_logits(model, ids)
+        with monkeypatch.context() as patch:
+            patch.setattr("aspire.model.decoder.serves", lambda x: True)
+            for name in ("norm_linear", "norm_gated", "linear_add"):
+                patch.setattr(f"aspire.model.decoder.{name}", getattr(skinny, f"{name}_triton"))
+            torch.testing.assert_close(dense_logits(model, ids), want, rtol=1e-4, atol=1e-4)
+
+
+@needs_gpu
+@pytest.mark.parametrize("ahead", [0, 512, 576])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_a_captured_chain(pdl: bool, ahead: int) -> None:
+    """Products that start before their predecessor has ended still read what it wrote, also in a graph."""
+    m, e, i = 12, 576, 1536
+    x, norm, _ = operands(m, e, e, torch.bfloat16)
+    gate_up = randn(2 * i, e, dtype=torch.bfloat16, seed=5, scale=e**-0.5)
+    down = randn(e, i, dtype=torch.bfloat16, seed=6, scale=i**-0.5)
+    tile = replace(SMALL, ahead=ahead)
+
+    def chain(y: Tensor) -> Tensor:
+        for _ in range(20):
+            h = skinny.norm_gated_triton(y, norm, EPS, gate_up, tile, pdl)
+            y = skinny.linear_add_triton(h, down, y, tile, pdl)
+        return y
+
+    def step_by_step(y: Tensor) -> Tensor:
+        for _ in range(20):
+            h = skinny.norm_gated_triton(y, norm, EPS, gate_up, SMALL, False)
+            torch.cuda.synchronize()
+            y = skinny.linear_add_triton(h, down, y, SMALL, False)
+            torch.cuda.synchronize()
+        return y
+
+    want = step_by_step(x)
+    chain(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(x)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(got, want)
