@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aspire.cache.pool import KVPool
-from aspire.kernels.attention import BlockSet, Rows, Taps, budget, mixed_attention, query_tile, tuning
+from aspire.kernels.attention import BlockSet, Rows, Taps, budget, mixed_attention, tuning
 from aspire.kernels.blocks import resolve
 from aspire.kernels.feed import Feed, feed
 from aspire.kernels.heads import Heads, store_heads
@@ -120,8 +120,9 @@ class PassRows:
 
     def _plan(self, count: Tensor | None) -> list[Work]:
         plan, fed, spec = self.plan, self.plan.feed, self.spec
-        tune = tuning(query_tile(plan.widest, spec.heads // spec.kv_heads), count is None)
-        pieces = budget(tune, fed.width.device, spec.kv_heads, len(fed.width))
+        group = spec.heads // spec.kv_heads
+        tune = tuning(len(fed.width), plan.widest, group, spec.kv_heads, count is None)
+        pieces = budget(tune, fed.width.device, spec.kv_heads, spec.head_dim)
         if count is None:
             return plan_work(fed.width, fed.position, tune.tile, pieces)
         return plan_work(

@@ -202,8 +202,8 @@ def _attention_bytes(spec: ModelSpec, settings: EngineSettings, slots: int, long
     if not settings.device.startswith("cuda"):
         return 2 * slots * context * spec.heads * spec.head_dim * settings.dtype.itemsize
     m = query_tile(longest + 1, spec.heads // spec.kv_heads)
-    tune, device = tuning(m, True), torch.device(settings.device)
-    pieces = budget(tune, device, spec.kv_heads, slots) + slots
+    tune = tuning(slots, longest + 1, spec.heads // spec.kv_heads, spec.kv_heads, True)
+    pieces = budget(tune, torch.device(settings.device), spec.kv_heads, spec.head_dim) + slots
     return pieces * spec.kv_heads * m * (max(16, spec.head_dim) + 1) * 4
 
 

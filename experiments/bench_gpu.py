@@ -120,12 +120,12 @@ def rounded(value: float | None, digits: int) -> float | None:
 
 def predict(lines: list[dict[str, Any]], folder: Path) -> None:
     """Put beside each speed-up what the bytes of the same passes allow, and the share of it that was reached."""
-    runs = {}
+    runs: dict[str, tuple[Record, list[dict[str, Any]]]] = {}
     for cell in find_records(folder):
         record = read_record(cell)
         if record.status == "ok":
-            passes = (cell / PASSES).read_text(encoding="utf-8").splitlines()
-            runs[record.cell.method] = record, [json.loads(one) for one in passes]
+            text = (cell / PASSES).read_text(encoding="utf-8")
+            runs[record.cell.method] = record, [json.loads(line) for line in text.splitlines()]
     base = runs.get(BASELINE)
     for line in lines:
         if base is None or line["method"] not in runs or line["method"] == BASELINE:

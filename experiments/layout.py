@@ -1,6 +1,7 @@
 """What will a comparison be? Its settings, batches, prompts and memory, settled before anything is loaded."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,6 +135,7 @@ def fit_batches(
 ) -> list[int]:
     """As many slots as the memory holds, for all methods alike or for each its own, while all engines live.
 
+    Those of its own are what each method could have alone, less the same share of all so that they fit together.
     Every slot counts with a prompt of its own, the longest there is, whatever a small benchmark makes them share.
     """
     items, _ = build_items(with_batch(config, 1), spec)
@@ -147,6 +149,9 @@ def fit_batches(
     def together(batch: int) -> MemoryPlan:
         return plan([(method, batch) for method in methods])
 
+    def apart(method: Method, batch: int) -> MemoryPlan:
+        return plan([(method, batch)])
+
     smallest = together(1)
     available = available_bytes(config, smallest)
     equal = max_fit(together, available)
@@ -154,10 +159,9 @@ def fit_batches(
         smallest.refuse_beyond(int(SHARE * available), "shorten the prompts or compare fewer methods")
     if mode == "equal":
         return [equal] * len(methods)
-    batches = [max_fit(lambda batch, m=method: plan([(m, batch)]), available) for method in methods]
-    while plan(list(zip(methods, batches, strict=True))).total > SHARE * available:
-        batches[batches.index(max(batches))] -= 1
-    return batches
+    alone = [max_fit(partial(apart, method), available) for method in methods]
+    shares = ([max(equal, batch * (1000 - less) // 1000) for batch in alone] for less in range(1001))
+    return next(b for b in shares if plan(list(zip(methods, b, strict=True))).total <= SHARE * available)
 
 
 def plan_of(

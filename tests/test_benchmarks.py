@@ -381,7 +381,9 @@ def test_loading_script_is_refused_with_the_alternative(tokenizer, tmp_path, no_
 @pytest.mark.parametrize("path", sorted((CONF / "benchmark").glob("*.yaml")), ids=lambda path: path.stem)
 def test_group_files_build_their_source(path):
     with initialize_config_dir(str(CONF.resolve()), version_base=None):
-        config = compose(overrides=[f"+benchmark={path.stem}", "+seed=123"]).benchmark
+        config = compose(
+            overrides=[f"+benchmark={path.stem}", "+seed=123", "+batch=2", "+model=smollm2_135m"]
+        ).benchmark
         assert set(config) == {"name", "label", "max_new_tokens", "source"} and config.name == path.stem
         source = instantiate(config.source)
         assert hash(source) == hash(instantiate(config.source))

@@ -36,7 +36,8 @@ class Case:
     def visible(self, row: int, query: int, kv_head: int) -> list[int]:
         """Positions that a query may read, straight from the contract."""
         at = int(self.rows.position[row]) + query
-        if (chosen := self.rows.selection) is None:
+        chosen, sparse = self.rows.selection, self.rows.sparse
+        if chosen is None or (sparse is not None and not sparse[row]):
             return list(range(at + 1))
         blocks, count = (x if x.dim() == n else x[kv_head] for x, n in ((chosen.blocks, 2), (chosen.count, 1)))
         size = chosen.block_size
@@ -121,6 +122,19 @@ def test_dense_attention(shape: list[tuple[int, int]], page_size: int) -> None:
 def test_selected_attention(shape: list[tuple[int, int]], block: int, per_head: bool) -> None:
     """A22: only the selected blocks and the tail are read, whatever stands past `count`; blocks are not pages."""
     check_attention(select(make_case(shape), block, per_head))
+
+
+@pytest.mark.parametrize("per_head", [False, True], ids=["request-or-layer", "kv_head"])
+@pytest.mark.parametrize("block", [1, 4, 16])
+def test_dense_and_selected_rows_beside_empty_slots(block: int, per_head: bool) -> None:
+    """A34: one call for a mixed pass; a row of width 0 reads and writes nothing, whatever its slot still holds."""
+    case = select(make_case([(0, 0), *RAGGED, (9, 0)]), block, per_head)
+    for sparse in ([True, True, False, True, False, True, True], [False] * 7):
+        check_attention(replace(case, rows=replace(case.rows, sparse=torch.tensor(sparse))))
+    check_attention(case)
+    check_attention(replace(case, rows=replace(case.rows, selection=None, widest=17)))
+    idle = replace(case, rows=replace(case.rows, width=torch.zeros(7, dtype=torch.int64), widest=3))
+    check_attention(idle)
 
 
 def test_a_row_reads_the_same_alone_and_in_a_batch() -> None:

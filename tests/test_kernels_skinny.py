@@ -3,8 +3,6 @@
 On a GPU the kernels run there, also in bf16; elsewhere under Triton's interpreter, in fp32.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tiny import dense_logits, tiny_model
@@ -21,7 +19,6 @@ DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32
 CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 1e-4}, torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2}}
 EPS = 1e-6
 needs_triton = pytest.mark.skipif(triton is None, reason="no Triton here")
-needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA")
 SMALL = Tile(16, 64, 3, 4)  # several steps of K
 TILES = (None, SMALL, Tile(32, 64, 3, 2, split=2))
 
@@ -98,21 +95,19 @@ def test_no_rows() -> None:
 
 @needs_triton
 def test_too_many_rows_are_refused() -> None:
-    x, _, weight = operands(65, 17, 64, torch.float32)
+    x, _, weight = operands(17, 17, 64, torch.float32)
     with pytest.raises(AssertionError):
-        skinny.linear_add_triton(x, weight, x.new_zeros(65, 17))
+        skinny.linear_add_triton(x, weight, x.new_zeros(17, 17))
 
 
 @pytest.mark.parametrize("kind", ["norm_linear", "norm_gated", "linear_add"])
-@pytest.mark.parametrize(("n", "k"), [(4096, 2048), (2048, 6144), (960, 576), (576, 1536), (12288, 4096), (17, 3)])
-@pytest.mark.parametrize("m", [1, 12, 32, 64])
-def test_the_default_tile_fits(m: int, n: int, k: int, kind: str) -> None:
-    """Its stages fit shared memory, and a product wide enough keeps the multiprocessors busy."""
+@pytest.mark.parametrize("k", [2048, 6144, 576, 1536, 4096, 3])
+def test_the_tile_fits(k: int, kind: str) -> None:
+    """Its stages fit the shared memory of an H200."""
     for itemsize in (2, 4):
-        tile = tile_of(m, n, k, kind, itemsize)
-        held = skinny.rows_of_tile(m) + tile.block_n * (2 if kind == "norm_gated" else 1)
-        assert 2 <= tile.stages <= 6 and held * tile.block_k * itemsize * tile.stages <= 200 * 1024
-        assert -(-n // tile.block_n) >= skinny.FEWEST_PROGRAMS or tile.block_n == 16
+        tile = tile_of(kind, k, itemsize)
+        held = skinny.MOST_ROWS + tile.block_n * (2 if kind == "norm_gated" else 1)
+        assert held * tile.block_k * itemsize * tile.stages <= 227 * 1024
 
 
 @needs_triton
@@ -127,39 +122,3 @@ def test_a_layer_of_these_gives_the_plain_logits(monkeypatch: pytest.MonkeyPatch
             for name in ("norm_linear", "norm_gated", "linear_add"):
                 patch.setattr(f"aspire.model.decoder.{name}", getattr(skinny, f"{name}_triton"))
             torch.testing.assert_close(dense_logits(model, ids), want, rtol=1e-4, atol=1e-4)
-
-
-@needs_gpu
-@pytest.mark.parametrize("ahead", [0, 512, 576])
-@pytest.mark.parametrize("pdl", [False, True])
-def test_a_captured_chain(pdl: bool, ahead: int) -> None:
-    """Products that start before their predecessor has ended still read what it wrote, also in a graph."""
-    m, e, i = 12, 576, 1536
-    x, norm, _ = operands(m, e, e, torch.bfloat16)
-    gate_up = randn(2 * i, e, dtype=torch.bfloat16, seed=5, scale=e**-0.5)
-    down = randn(e, i, dtype=torch.bfloat16, seed=6, scale=i**-0.5)
-    tile = replace(SMALL, ahead=ahead)
-
-    def chain(y: Tensor) -> Tensor:
-        for _ in range(20):
-            h = skinny.norm_gated_triton(y, norm, EPS, gate_up, tile, pdl)
-            y = skinny.linear_add_triton(h, down, y, tile, pdl)
-        return y
-
-    def step_by_step(y: Tensor) -> Tensor:
-        for _ in range(20):
-            h = skinny.norm_gated_triton(y, norm, EPS, gate_up, SMALL, False)
-            torch.cuda.synchronize()
-            y = skinny.linear_add_triton(h, down, y, SMALL, False)
-            torch.cuda.synchronize()
-        return y
-
-    want = step_by_step(x)
-    chain(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = chain(x)
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(got, want)

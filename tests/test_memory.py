@@ -16,6 +16,7 @@ from aspire.prefill import prefill
 from aspire.settings import EngineSettings
 from aspire.verify import Verification
 from experiments.layout import lay_out, make_method, resolve
+from experiments.loading import unload
 from experiments.session import open_session
 
 REJECT = Verification("rejection")
@@ -118,11 +119,12 @@ def test_what_does_not_fit_is_refused_before_the_model_is_loaded(tmp_path, monke
 @pytest.mark.parametrize("mode", ["equal", "max_fit"])
 def test_max_fit_batches_fill_the_memory_given(mode: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal: one number for all; max_fit: each its own, at least as large; prompts as many as the largest batch."""
+    unload()  # another test's model would count as memory to be had
     monkeypatch.setattr("experiments.layout.free_bytes", lambda device: 40 * 2**20)
     words = {"batch": "max_fit", "comparison__batch_mode": mode}
     made = [resolve(c) for c in configs(tmp_path, ["autoregressive", "sparsespec"], **words)]
     layout = lay_out(made[0], [make_method(c) for c in made])
-    assert layout.mode == mode and 0.85 * 40 * 2**20 < layout.plan.total <= 0.95 * 40 * 2**20
+    assert layout.mode == mode and 0.9 * 40 * 2**20 < layout.plan.total <= 0.95 * 40 * 2**20
     assert len(layout.items) == max(layout.batches) == layout.config["batch"] == layout.settings.slots
     assert layout.batches[0] == layout.batches[1] if mode == "equal" else layout.batches[0] > layout.batches[1]
     session = open_session(layout)

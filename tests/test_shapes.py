@@ -12,7 +12,7 @@ from experiments.benchmarks import Shapes
 from experiments.check import check
 from experiments.config import CONF, for_method, plain, register
 from experiments.layout import lay_out, make_method, resolve
-from experiments.loading import Config, shape_spec
+from experiments.loading import Config, shape_spec, unload
 from experiments.metrics import compared, predicted_speedup, predicted_tok_s, speedup
 from experiments.records import PASSES, find_records, read_record, read_requests
 from experiments.run import run
@@ -107,6 +107,28 @@ def test_one_engine_serves_all_windows_and_says_the_same_in_each(tmp_path: Path)
         outputs = [[(r.output_ids, r.rounds) for r in w.requests] for w in windows]
         assert outputs[0] == outputs[1] == outputs[2]
         assert len({tuple(p.kinds for p in w.passes) for w in windows}) == 1
+
+
+def test_a_run_at_max_fit_records_its_batches_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number stands in cell, config and prompts; a resumed run, whatever memory is free, keeps what is there."""
+    unload()
+    monkeypatch.setattr("experiments.layout.free_bytes", lambda device: 12 * 2**20)
+    made = configs(tmp_path, ["autoregressive", "vegas"], batch="max_fit", comparison__batch_mode="max_fit")
+    records = run(made, tmp_path / "cells")
+    assert [r.error for r in records] == [None, None]
+    batches = [r.cell.batch for r in records]
+    assert batches[0] > batches[1] > 1 and [r.config["batch"] for r in records] == batches
+    assert all(r.config["benchmark"]["source"]["requests"] == r.workload.requests == batches[0] for r in records)
+    assert all(
+        r.protocol["window_tokens"] == 16 * batches[0] and r.protocol["batch_mode"] == "max_fit" for r in records
+    )
+    assert speedup(records[1], records[0])[0] is not None
+    monkeypatch.setattr("experiments.layout.free_bytes", lambda device: 1)
+    again = run([config | {"resume": True} for config in made], tmp_path / "cells")
+    assert [r.cell_id for r in again] == [r.cell_id for r in records]
+    monkeypatch.setattr("experiments.layout.free_bytes", lambda device: 2**16)
+    failed = run(configs(tmp_path, ["autoregressive"], batch="max_fit"), tmp_path / "small")
+    assert failed[0].cell.batch == 0 and "GiB" in str(failed[0].error)
 
 
 def test_random_prompts_on_real_weights_are_refused(tmp_path: Path) -> None:

@@ -118,7 +118,8 @@ def _attention_kernel(
     if row < 0:
         return
     begin, end = tl.load(pieces + piece * 3 + 1), tl.load(pieces + piece * 3 + 2)
-    wide, first, at = tl.load(width + row), tl.load(start + row), tl.load(position + row)
+    wide, first = tl.load(width + row).to(tl.int32), tl.load(start + row)
+    at = tl.load(position + row).to(tl.int32)
     row64 = row.to(tl.int64)
     m, d, n = tl.arange(0, M), tl.arange(0, D), tl.arange(0, N)
     w = m // GROUP
@@ -136,17 +137,17 @@ def _attention_kernel(
     head_tiles = begin * 0
     if not DENSE:
         if tl.load(sparse + row) != 0:
-            tail = tl.load(tail_start + row)
+            tail = tl.load(tail_start + row).to(tl.int32)
             line = row64
             most = tl.load(count + row64)
             if PER_HEAD:
                 for h in range(1, KV_HEADS):
                     most = tl.maximum(most, tl.load(count + h * rows + row64))
                 line += head.to(tl.int64) * rows
-            keys = tl.load(count + line) * BLOCK
+            keys = (tl.load(count + line) * BLOCK).to(tl.int32)
             listed = units + line * capacity
             head_tiles = ((most * BLOCK + N - 1) // N).to(tl.int32)
-            whole = tl.minimum(end, (keys // N).to(tl.int32))
+            whole = tl.minimum(end, keys // N)
             for t in tl.range(begin, whole, num_stages=STAGES):
                 j = t * N + n
                 entry = tl.load(listed + j // UNIT).to(tl.int64) + j % UNIT
@@ -175,7 +176,7 @@ def _attention_kernel(
         kept = kept & (tl.load(tapped + row) != 0)
         tap = logits + (row64 * logits_row + index * logits_query + q_head * logits_head)[:, None]
     from_tail = tl.maximum(begin, head_tiles)
-    whole = tl.minimum(end, head_tiles + (tl.maximum(at + 1 - tail, 0) // N).to(tl.int32))
+    whole = tl.minimum(end, head_tiles + tl.maximum(at + 1 - tail, 0) // N)
     for t in tl.range(from_tail, whole, num_stages=STAGES):  # tiles that every query sees whole
         pos = tail + (t - head_tiles) * N + n
         page, slot = tl.load(table + pos // PAGE), pos % PAGE
@@ -255,14 +256,16 @@ class Tuning:
     pieces: int
 
 
-# (rows of the query tile, every row dense) -> what ran best on an H200, see results/LOG.md.
+# (rows of the query tile, what the rows are) -> what ran best on an H200, see results/LOG.md.
 TUNED = {
-    (16, True): Tuning(128, 4, 2, 8),
-    (16, False): Tuning(64, 4, 2, 3),
-    (32, True): Tuning(128, 4, 2, 8),
-    (32, False): Tuning(128, 4, 2, 8),
-    (64, True): Tuning(64, 4, 3, 8),
-    (64, False): Tuning(64, 4, 3, 8),
+    (16, "dense"): Tuning(128, 4, 2, 6),
+    (16, "mixed"): Tuning(128, 4, 2, 6),
+    (16, "drafts"): Tuning(128, 4, 2, 3),
+    (16, "many drafts"): Tuning(64, 2, 2, 4),
+    (32, "dense"): Tuning(128, 4, 2, 8),
+    (32, "mixed"): Tuning(128, 4, 2, 6),
+    (64, "dense"): Tuning(64, 4, 3, 12),
+    (64, "mixed"): Tuning(64, 4, 3, 12),
 }
 
 
@@ -271,25 +274,27 @@ def query_tile(widest: int, group: int) -> int:
     return max(16, power_of_2(widest * group))
 
 
-def tuning(m: int, dense: bool) -> Tuning:
-    """How a query tile of m rows is run; a wider one than the table has takes smaller tiles of keys."""
-    return TUNED.get((m, dense), Tuning(32, 8, 2, 8))
+def tuning(rows: int, widest: int, group: int, kv_heads: int, dense: bool) -> Tuning:
+    """How a call is run: by its query tile, and by whether rows verify, draft, or do either."""
+    kind = "dense" if dense else "mixed" if widest > 1 else "drafts"
+    if kind == "drafts" and not 64 < rows * kv_heads < 256:  # either too few lines to fill a GPU, or plenty
+        kind = "many drafts"
+    return TUNED.get((query_tile(widest, group), kind), Tuning(32, 8, 2, 8))
 
 
-def budget(tune: Tuning, device: torch.device, kv_heads: int, rows: int) -> int:
-    """Pieces that all rows together are cut into, for one head; many rows need no cutting to fill a GPU."""
+def budget(tune: Tuning, device: torch.device, kv_heads: int, dim: int) -> int:
+    """Pieces that all rows together are cut into, for one head."""
     if device.type != "cuda":
         return 5  # the interpreter: a few, so that splitting is exercised
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    pieces = tune.pieces if rows * kv_heads < 3 * processors else tune.pieces // 2
-    return max(1, pieces * processors // kv_heads)
+    return max(1, tune.pieces * processors * 128 // (kv_heads * max(dim, 64)))
 
 
-def plan_rows(rows: Rows, group: int, kv_heads: int) -> Work:
+def plan_rows(rows: Rows, group: int, kv_heads: int, dim: int, tune: Tuning | None = None) -> Work:
     """The split of one call; a pass plans all its layers at once instead, see attention.py."""
     chosen = rows.selection
-    tune = tuning(query_tile(rows.widest or 1, group), chosen is None)
-    pieces = budget(tune, rows.start.device, kv_heads, len(rows.start))
+    tune = tune or tuning(len(rows.start), rows.widest or 1, group, kv_heads, chosen is None)
+    pieces = budget(tune, rows.start.device, kv_heads, dim)
     if chosen is None:
         return plan_work(rows.width, rows.position, tune.tile, pieces)[0]
     sparse = torch.ones_like(rows.width, dtype=torch.bool) if rows.sparse is None else rows.sparse
@@ -310,8 +315,8 @@ def mixed_attention_triton(
     assert rows.widest is not None and q.stride(1) == dim and out.is_contiguous(), "contiguous heads, a known width"
     assert q.shape[1] % kv_heads == 0 and k_cache.stride() == v_cache.stride() and k_cache.stride(-1) == 1
     m, page = query_tile(rows.widest, group), rows.page_size
-    tune = tune or tuning(m, rows.selection is None)
-    work = rows.work or plan_rows(rows, group, kv_heads)
+    tune = tune or tuning(len(rows.start), rows.widest, group, kv_heads, rows.selection is None)
+    work = rows.work or plan_rows(rows, group, kv_heads, dim, tune)
     assert work.tile == tune.tile, "planned for another tile"
     chosen, d = rows.selection, max(16, power_of_2(dim))
     token_stride, head_stride = k_cache.stride()[-3:-1]

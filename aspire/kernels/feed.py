@@ -5,8 +5,8 @@ int64, page_table [B, P] int64; T tokens and W the widest row, static. A draft r
 1 + drafted: its newest draft, or the last committed token. A verify row has drafted + 1, from position length - 1 on.
 A row that does neither has width 0. Result: start, width, position [B]; index [B, W] the token of each query, the last
 one repeated (0 for a row of width 0 that comes first); of each token [T]: row (a padding token: some row or other),
-real, ids and positions (0 for padding), entries (-1 for padding), key = position + 1, or for the tokens of draft rows,
-where `fresh`, (position + 1) * G + drafted. All int64 but `real`.
+real, ids and positions (0 for padding), entries and key (-1 for padding), key = position + 1, or for the tokens of
+draft rows, where `fresh`, (position + 1) * G + drafted. All int64 but `real`.
 """
 
 from dataclasses import dataclass
@@ -56,6 +56,7 @@ def feed_torch(
     key = positions + 1
     if fresh:
         key = torch.where(draft[row], key * longest + drafted[row], key)
+    key = torch.where(real, key, -1)
     return Feed(
         start, width, position, index, row, real, torch.where(real, ids, 0), positions, torch.where(real, entries, -1),
         key,
@@ -111,7 +112,7 @@ def _feed_kernel(
     tl.store(ids_of + t, tl.where(real, token, 0), mask=inside)
     tl.store(positions_of + t, at, mask=inside)
     tl.store(entries_of + t, tl.where(real, page * PAGE + at % PAGE, -1), mask=inside)
-    tl.store(key_of + t, key, mask=inside)
+    tl.store(key_of + t, tl.where(real, key, -1), mask=inside)
 
 
 def feed_triton(

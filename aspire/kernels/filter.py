@@ -9,7 +9,7 @@ The better of two tokens has the higher logit, then the lower id. Order of opera
 the K best, so K bounds every top_k. Temperature 0 puts everything on the best token. The twins keep to that order but
 may choose either way between equal logits at the edge of the K candidates or of top-k and top-p, as `topk` does. A NaN
 logit is worse than any other: ids and picks are tokens of [0, V) whatever the row holds, but what a row with NaN or
-without a finite logit says is unspecified.
+without a finite logit says is unspecified. A row whose key is negative is padding: its results are unspecified.
 
 The kernel reads a row once. A lane keeps the best logit of every BLOCK-th token; the K best tokens are no worse than
 the K-th best lane, and few others are as good, so only the lanes at least that good are read again. A scratch of CAP
@@ -180,6 +180,9 @@ def _filter_kernel(
 ):  # fmt: skip
     """One program a row, which owns scratch [2, CAP] of its row; picks is written only with PICK."""
     row = tl.program_id(0).to(tl.int64)
+    if PICK:
+        if tl.load(key_ptr + row) < 0:  # padding: its logits may be anything, and NaN takes the longest of all ways
+            return
     scratch_ptr += row * 2 * CAP
     found = _collect(logits_ptr + row * logits_stride, scratch_ptr, vocab, K, CAP, BLOCK, CHUNKS, STAGES)
     entry = tl.arange(0, CAP)

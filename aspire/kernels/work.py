@@ -130,7 +130,7 @@ def plan_work_triton(
     _plan_kernel[(plans,)](
         width, position, width if sparse is None else sparse.view(torch.uint8), width if count is None else count,
         width if tail_start is None else tail_start, pieces, spans, rows, heads, unit, budget, size,
-        R=power_of_2(max(rows, 2)), P=16, TILE=tile, DENSE=count is None,
+        R=power_of_2(max(rows, 2)), P=32, TILE=tile, DENSE=count is None,
     )  # fmt: skip
     return [Work(p, s, tile) for p, s in zip(pieces, spans)]
 
