@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format reproduce-fig1 figures verify-lossless bench-cpu check clean
+.PHONY: help setup test lint format reproduce-fig1 figures verify-lossless bench-cpu bench-gpu bench-kernels check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,7 +18,7 @@ help: ## List the targets
 setup: $(STAMP) ## Create .venv with the pinned packages; does nothing when they are in place
 
 # The stamp is written last, so an interrupted install is taken up again.
-$(STAMP): requirements.lock requirements-embedded.txt pyproject.toml
+$(STAMP): requirements.lock requirements-embedded.txt requirements-interpreter.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "setup: '$(PYTHON)' is not Python 3.11 or newer; name one, e.g.: make setup PYTHON=/path/to/python3.11" >&2; \
 		exit 1; }
@@ -26,6 +26,7 @@ $(STAMP): requirements.lock requirements-embedded.txt pyproject.toml
 	@echo "Installing the pinned packages into $(VENV) (some minutes) ..."
 	@$(PIP) -r requirements.lock
 	@$(PIP) --no-deps -r requirements-embedded.txt
+	@$(PY) -c 'import triton' 2>/dev/null || $(PIP) --no-deps -r requirements-interpreter.txt
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -53,6 +54,12 @@ verify-lossless: setup ## Compare the text of every method with autoregressive d
 
 bench-cpu: setup ## Benchmark the embedded model on this CPU
 	@$(PY) -m experiments.bench_cpu
+
+bench-gpu: setup ## Benchmark the engine on a GPU; ARGS="suite=autoregressive|shapes|hetero|smollm2 out=DIR"
+	@$(PY) -m experiments.bench_gpu $(ARGS)
+
+bench-kernels: setup ## Time every kernel against the memory bandwidth of this GPU; ARGS="out=DIR tune"
+	@$(PY) -m experiments.bench_kernels $(ARGS)
 
 check: setup ## Check the committed records
 	@$(PY) -m experiments.check results/records

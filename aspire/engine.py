@@ -206,7 +206,7 @@ class Engine:
                 return False
             self._end_ids.update(request.end_ids)
             needed = request.length + most + self.longest
-            if needed > held * self.pool.page_size and not self.seats.extend(slot, self.state.page_table, needed):
+            if needed > held * self.pool.page_size and not self.seats.run_ahead(slot, self.state.page_table, needed):
                 return False
         return True
 
@@ -221,7 +221,8 @@ class Engine:
         if not self.method.speculation.lockstep:
             for w in widths:
                 wanted += [Shape("mixed", tokens, w) for tokens in range(slots + w - 1, slots * w + 1)]
-        for shape in dict.fromkeys(self.stepper.padded(s, slots) for s in wanted):
+        shapes = {self.stepper.padded(shape, slots) for shape in wanted}
+        for shape in sorted(shapes, key=lambda s: -s.tokens):  # the widest first: the others fit into its memory
             if shape not in self.launcher.graphs.captured:
                 self.launcher.graphs.capture(shape)
 

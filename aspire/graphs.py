@@ -28,6 +28,7 @@ class Graphs:
     misses: int = 0
     captured: dict[Hashable, tuple[Any, Tensor]] = field(default_factory=dict)
     pool: Any = None
+    stream: Any = None
 
     def __call__(self, shape: Hashable) -> Tensor:
         """Launch a captured pass; its report is overwritten by the next pass of the same shape."""
@@ -38,13 +39,13 @@ class Graphs:
     def capture(self, shape: Hashable) -> None:
         """Prepare a shape; what the slots hold stays as it is."""
         with self.idle():
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            self.stream = self.stream or torch.cuda.Stream()
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
                 self.run(shape)
-            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.current_stream().wait_stream(self.stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 report = self.run(shape)
             self.pool = self.pool or graph.pool()
         self.captured[shape] = (graph, report)

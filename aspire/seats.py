@@ -53,7 +53,7 @@ class Seats(list[Seat | None]):
         assert seat is not None
         return self._reserve(slot, seat, page_table, seat.request.length + self.longest)
 
-    def extend(self, slot: int, page_table: Tensor, needed: int) -> bool:
+    def run_ahead(self, slot: int, page_table: Tensor, needed: int) -> bool:
         """Pages for `needed` tokens, and for some more while there are plenty; False where the pool is short."""
         seat = self[slot]
         assert seat is not None

@@ -250,6 +250,8 @@ class Stepper:
 
 def says_any(report: np.ndarray, ids: set[int]) -> bool:
     """Whether a report commits one of these tokens."""
+    if not ids:
+        return False
     lines = report[:-1]
     said = (np.arange(lines.shape[1] - TOKENS) <= lines[:, ACCEPTED, None]) & (lines[:, VERIFIED, None] == 1)
     return bool(np.isin(lines[:, TOKENS:][said], list(ids)).any())

@@ -173,6 +173,9 @@ def test_dense_and_selected_rows_in_one_call(block: int, group: int, dim: int, p
 def test_what_is_cut_into_one_piece_or_many_is_the_same() -> None:
     """The merge of up to 17 pieces of a row, more than it takes at a time, against a single piece."""
     case = make([(257, 2), (3, 1)], 1, 2, 8)
+    rows = case.rows
+    last = int(rows.page_table[0, 64] * rows.page_size)
+    case.k[last] = 4 * case.q[int(rows.start[0]) + 1, 0]  # the last piece outweighs all before it
     whole, cut = torch.full_like(case.q, NAN), torch.full_like(case.q, NAN)
     for pieces, out in ((1, whole), (40, cut)):
         work = plan_work(case.rows.width, case.rows.position, SMALL.tile, pieces)[0]
@@ -411,7 +414,7 @@ def test_resolve(case: tuple[int, int, int, int, int]) -> None:
     scopes, rows, capacity, block, page = case
     blocks, count, table = sets(*case)
     unit = unit_of(block, page)
-    wanted = torch.arange(rows, device=DEVICE) != 1
+    wanted = torch.arange(rows, device=DEVICE) != rows - 2
     ours = resolve_triton(blocks, count, table, wanted, block, page)
     twin = resolve_torch(blocks, table, block, page)
     assert ours.shape == twin.shape == (scopes, rows, capacity * block // unit)

@@ -4,24 +4,25 @@ A kernel runs on CUDA tensors, and on CPU tensors where TRITON_INTERPRET=1 was s
 the interpreter computes bf16 wrongly). `wanted(tensor)` is the dispatch rule of every operation.
 """
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
+
+def unchanged(function: Any) -> Any:
+    """What stands for `triton.jit` where there is no Triton: the kernel is never called."""
+    return function
+
+
 triton: Any
 tl: Any
 try:
-    import triton
-    import triton.language as tl
-
-    jit = triton.jit
+    triton, tl = import_module("triton"), import_module("triton.language")
 except ImportError:  # CPU builds of torch come without it
-    triton = None
-    tl = SimpleNamespace(constexpr=object)
-
-    def jit(function: Any) -> Any:
-        return function
+    triton, tl = None, SimpleNamespace(constexpr=object)
+jit: Any = unchanged if triton is None else triton.jit
 
 
 def wanted(tensor: Tensor) -> bool:
