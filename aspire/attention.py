@@ -79,7 +79,8 @@ class PassRows:
     def dense(self) -> Rows:
         fed, work = self.plan.feed, self._plan(None)[0] if self.on_gpu else None
         table = self.state.page_table
-        return Rows(fed.start, fed.width, fed.position, table, self.page_size, widest=self.plan.widest, work=work)
+        rows = (fed.start, fed.width, fed.position, table, self.page_size)
+        return Rows(*rows, widest=self.plan.widest, work=work, row_of=fed.row)
 
     @cached_property
     def shared(self) -> list[Rows]:
@@ -96,7 +97,8 @@ class PassRows:
         sets = BlockSet(state.blocks[at], state.block_count[at], state.tail_start, state.block_tokens, units)
         rows = (fed.start, fed.width, fed.position, state.page_table, self.page_size, sets)
         if self.on_gpu:
-            return [Rows(*rows, plan.draft, plan.widest, self.works[0 if self.scope == "request" else layer])]
+            work = self.works[0 if self.scope == "request" else layer]
+            return [Rows(*rows, plan.draft, plan.widest, work, fed.row)]
         drafts = Rows(*rows).some(plan.draft.nonzero()[:, 0], True)
         return [self.verifying, drafts] if bool(plan.verify.any()) else [drafts]
 

@@ -15,6 +15,7 @@ from aspire.attention import MixedAttention, PassRows, Plan, ScoreProbe
 from aspire.cache.pool import KVPool
 from aspire.kernels.attention import query_tile
 from aspire.kernels.blocks import count_below
+from aspire.kernels.jit import power_of_2
 from aspire.kernels.noise import DRAFT_OR_TARGET
 from aspire.model.decoder import Decoder
 from aspire.policies.method import Method
@@ -131,7 +132,7 @@ class Stepper:
             return Shape("draft", slots, 1)
         group = self.model.spec.heads // self.model.spec.kv_heads
         widest = min(query_tile(shape.widest, group) // group, longest + 1)
-        step = 8 if shape.tokens <= 64 else 16 if shape.tokens <= 128 else 32 if shape.tokens <= 256 else 64
+        step = max(8, power_of_2(shape.tokens) // 8)  # an eighth is wasted at most
         tokens = min(-(-shape.tokens // step) * step, slots * (longest + 1))
         return Shape(shape.kind, max(tokens, slots), widest)
 

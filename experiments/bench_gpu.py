@@ -73,16 +73,21 @@ SUITES = {"autoregressive": YARDSTICKS, "shapes": PAPER, "hetero": HETERO, "smol
 
 def words_for(bench: Bench, words: list[str], out: Path) -> list[str]:
     """The overrides of a comparison: those of `words` win over the cell's, and these over the suite's."""
+    own = [w for w in bench.overrides if not (w.startswith("benchmark.source") and _asks("benchmark", words))]
     given = [
         f"model={bench.model}", "model.weights=random", "benchmark=shapes", "sampling=paper", "verification=rejection",
         f"benchmark.max_new_tokens={2 * bench.window + 64}",  # so that no request ends within a window
         f"batch={bench.batch}", f"comparison.batch_mode={bench.mode}", f"protocol.tokens_per_slot={bench.window}",
-        "protocol.prompt_kv=random", f"calibration.dir={out / 'calibration'}", *bench.overrides, *words,
+        "protocol.prompt_kv=random", f"calibration.dir={out / 'calibration'}", *own, *words,
     ]  # fmt: skip
     last = {word.split("=", 1)[0]: word for word in given}
     if last["benchmark"] == "benchmark=shapes":
         last.setdefault("benchmark.source.context", f"benchmark.source.context={bench.context}")
     return list(last.values())
+
+
+def _asks(group: str, words: list[str]) -> bool:
+    return any(word.startswith(f"{group}=") for word in words)
 
 
 def configs_for(bench: Bench, words: list[str], out: Path) -> list[Config]:

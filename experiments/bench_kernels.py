@@ -22,10 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aspire.kernels.attention import BlockSet, Rows, Taps, Tuning, budget, mixed_attention_triton, query_tile, tuning
+from aspire.kernels.attention import (
+    BlockSet,
+    Rows,
+    Taps,
+    Tuning,
+    mixed_attention_triton,
+    plan_rows,
+    query_tile,
+    tuning,
+)
 from aspire.kernels.blocks import resolve
 from aspire.kernels.scores import reduce_scores
-from aspire.kernels.work import plan_work
 from experiments.config import UNIQUE, refuse
 from experiments.environment import environment
 from experiments.kernel_launches import LAUNCHES
@@ -137,19 +145,6 @@ def selection_of(cell: Cell, table: Tensor, drafts: Tensor) -> tuple[BlockSet, i
     return BlockSet(blocks, counts, tails, cell.block, units), count * cell.block + cell.context - tail
 
 
-def planned(rows: Rows, cell: Cell, tune: Tuning) -> Rows:
-    """The same rows, with a split of the work for these tiles."""
-    pieces, chosen = budget(tune, rows.width.device, cell.kv_heads, cell.rows), rows.selection
-    if chosen is None:
-        work = plan_work(rows.width, rows.position, tune.tile, pieces)
-    else:
-        work = plan_work(
-            rows.width, rows.position, tune.tile, pieces, rows.sparse, chosen.count[None], chosen.tail_start,
-            chosen.block_size,
-        )  # fmt: skip
-    return replace(rows, work=work[0])
-
-
 def make_inputs(cell: Cell, layers: list[tuple[Tensor, Tensor]], tune: Tuning | None = None) -> Inputs:
     """Rows over shuffled pages of the storage; where that is smaller than the cell, rows share pages."""
     device, dtype = layers[0][0].device, layers[0][0].dtype
@@ -161,8 +156,11 @@ def make_inputs(cell: Cell, layers: list[tuple[Tensor, Tensor]], tune: Tuning | 
     drafts[1::2] |= cell.kind == "mixed"
     width = torch.where(drafts, 1, cell.width)
     q = torch.randn(int(width.sum()), cell.kv_heads * cell.group, cell.dim, dtype=dtype, device=device)
-    rows = Rows(width.cumsum(0) - width, width, cell.context - width, table, PAGE, widest=cell.width)
-    tune, tokens = tune or tuning(query_tile(cell.width, cell.group), not cell.read), cell.rows * cell.context
+    row_of = torch.arange(cell.rows, device=device).repeat_interleave(width)
+    start, position = width.cumsum(0) - width, cell.context - width
+    rows = Rows(start, width, position, table, PAGE, widest=cell.width, row_of=row_of)
+    tune = tune or tuning(cell.rows, cell.width, cell.group, cell.kv_heads, not cell.read)
+    tokens = cell.rows * cell.context
     each = [rows]
     if cell.read:
         sets = [selection_of(cell, table, drafts) for _ in (layers if cell.block == 1 else layers[:1])]
@@ -170,7 +168,8 @@ def make_inputs(cell: Cell, layers: list[tuple[Tensor, Tensor]], tune: Tuning | 
         drafting = int(drafts.sum())
         tokens = drafting * sets[0][1] + (cell.rows - drafting) * cell.context
     nbytes = tokens * cell.kv_heads * cell.dim * 2 * dtype.itemsize
-    return Inputs(q, torch.empty_like(q), pools, [planned(x, cell, tune) for x in each], nbytes, tune)  # type: ignore
+    each = [replace(x, work=plan_rows(x, cell.group, cell.kv_heads, cell.dim, tune)) for x in each]
+    return Inputs(q, torch.empty_like(q), pools, each, nbytes, tune)  # type: ignore[arg-type]
 
 
 def seconds(launch: Callable[[], Any], calls: int, captured: bool = True) -> float:

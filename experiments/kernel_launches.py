@@ -14,7 +14,7 @@ from torch import Tensor
 from aspire.kernels import filter as sampling
 from aspire.kernels import judge, scores, select
 from aspire.kernels.activation import silu_mul
-from aspire.kernels.attention import budget, query_tile, tuning
+from aspire.kernels.attention import budget, tuning
 from aspire.kernels.blocks import count_below, resolve
 from aspire.kernels.heads import Angles, Heads, store_heads
 from aspire.kernels.norm import add_rms_norm, rms_norm
@@ -51,8 +51,8 @@ def ints(value: int, count: int) -> Tensor:
 
 def planned(rows: int, context: int, sparse: bool) -> Launch:
     """The split of a pass: of its dense rows, or of every layer's selection."""
-    tune = tuning(query_tile(1, 2), not sparse)
-    pieces = budget(tune, torch.device(DEVICE), KV_HEADS, rows)
+    tune = tuning(rows, 1, 2, KV_HEADS, not sparse)
+    pieces = budget(tune, torch.device(DEVICE), KV_HEADS, 128)
     base = (ints(1, rows), ints(context - 1, rows), tune.tile, pieces)
     if not sparse:
         return in_turn(plan_work, [base])

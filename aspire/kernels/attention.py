@@ -215,14 +215,16 @@ def _attention_kernel(
 
 @jit
 def _merge_kernel(
-    parts, part_lse, spans, start, width, out, lse,
+    parts, part_lse, spans, row_of, start, width, out, lse,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     CHUNK: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """Pieces of one query and head, weighted by their share of the softmax."""
-    row, w, q_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token, q_head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(row_of + token)
     first, number = tl.load(spans + row * 2), tl.load(spans + row * 2 + 1)
-    if (number < 2) | (w >= tl.load(width + row)):
+    w = token - tl.load(start + row)
+    if (number < 2) | (w < 0) | (w >= tl.load(width + row)):
         return
     c, d = tl.arange(0, CHUNK), tl.arange(0, D)
     m = w * GROUP + q_head % GROUP
@@ -240,7 +242,7 @@ def _merge_kernel(
         acc = acc * fade + tl.sum(part * weight[:, None], 0)
         total = total * fade + tl.sum(weight, 0)
         top = peak
-    at = (tl.load(start + row) + w) * KV_HEADS * GROUP + q_head
+    at = token * KV_HEADS * GROUP + q_head
     tl.store(out + at * DIM + d, acc / total, mask=d < DIM)
     if TAPS > 0:
         tl.store(lse + at, top + tl.log2(total))
@@ -344,8 +346,19 @@ def mixed_attention_triton(
         BLOCK=1 if chosen is None else chosen.block_size, DENSE=chosen is None, PER_HEAD=per_head,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=tune.stages, num_warps=tune.warps, **common,
     )  # fmt: skip
-    grid = (len(rows.start), rows.widest, q.shape[1])
-    _merge_kernel[grid](parts, part_lse, work.spans, rows.start, rows.width, out, lse, CHUNK=16, num_warps=2, **common)
+    _merge_kernel[(q.shape[0], q.shape[1])](
+        parts, part_lse, work.spans, row_of_token(rows, q.shape[0]), rows.start, rows.width, out, lse,
+        CHUNK=16, num_warps=2, **common,
+    )  # fmt: skip
+
+
+def row_of_token(rows: Rows, tokens: int) -> Tensor:
+    """Row of each query in q; of a token that belongs to none, any.  # [T]"""
+    if rows.row_of is not None:
+        return rows.row_of
+    order = rows.start.argsort()
+    at = torch.arange(tokens, device=rows.start.device)
+    return order[(torch.searchsorted(rows.start[order], at, right=True) - 1).clamp(min=0)]
 
 
 def units_of(rows: Rows, chosen: BlockSet, sparse: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Rows:
     start, width, position [R] int64: first query in q, number of queries, position of the first.
     page_table [R, P] int64. selection None = all rows dense; sparse [R] bool: the rows that read the selection, None =
     all of them (one query wide each, where a kernel is to serve them). widest: a bound on the widths, None = look.
-    work: how a GPU splits the reading, see kernels/work.py; None = planned when needed.
+    work: how a GPU splits the reading, see kernels/work.py, and row_of [T]: the row of each query; None = worked out.
     """
 
     start: Tensor
@@ -49,6 +49,7 @@ class Rows:
     sparse: Tensor | None = None
     widest: int | None = None
     work: Work | None = None
+    row_of: Tensor | None = None
 
     @cached_property
     def parts(self) -> list["Rows"]:
