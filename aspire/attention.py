@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aspire.cache.pool import KVPool
-from aspire.kernels.attention import BlockSet, Rows, Taps, budget, mixed_attention, tuning
+from aspire.kernels.attention import BlockSet, Rows, Taps, budget, mixed_attention, query_tile, tuning
 from aspire.kernels.blocks import resolve
 from aspire.kernels.feed import Feed, feed
 from aspire.kernels.heads import Heads, store_heads
@@ -24,6 +24,8 @@ from aspire.model.spec import ModelSpec
 from aspire.policies.method import Method
 from aspire.policies.selection import Probe
 from aspire.state import SlotState
+
+WIDE_TILE = 32  # rows of a query tile up to which draft rows may share a call with verify rows
 
 
 @dataclass(frozen=True)
@@ -61,51 +63,70 @@ class Plan:
 
 
 class PassRows:
-    """Which rows read what in each layer of a decode pass."""
+    """Which rows read what in each layer of a decode pass.
 
-    def __init__(self, plan: Plan, state: SlotState, method: Method, spec: ModelSpec, page_size: int, drafts: bool):
-        """drafts: whether any row may draft; without it every layer is dense."""
-        self.plan, self.state, self.spec, self.page_size = plan, state, spec, page_size
-        self.scope, self.drafts = method.selection.scope, drafts
+    One attention call serves rows of both kinds, in a query tile that holds the widest. Where that tile is large, and
+    always on a CPU, whose twin gathers keys, verify rows and draft rows have a call each.
+    """
+
+    def __init__(
+        self, plan: Plan, state: SlotState, method: Method, spec: ModelSpec, page_size: int, kind: str
+    ) -> None:
+        """kind: "draft", "verify" or "mixed", what rows the pass has."""
+        self.plan, self.state, self.spec, self.page_size, self.kind = plan, state, spec, page_size, kind
+        self.scope = method.selection.scope
         self.dense_layers = frozenset(method.refresh.dense_layers(spec.layers))
         self.on_gpu = wanted(state.length)
+        self.group = spec.heads // spec.kv_heads
+        self.apart = kind == "mixed" and (not self.on_gpu or query_tile(plan.widest, self.group) > WIDE_TILE)
 
     def __call__(self, layer: int) -> list[Rows]:
-        if layer in self.dense_layers or not self.drafts:
+        if self.kind == "verify":
             return [self.dense]
-        return self.shared if self.scope == "request" else self.chosen(layer)
+        if layer in self.dense_layers:
+            return [self.verifying, self.reading_all] if self.on_gpu and self.apart else [self.dense]
+        drafts = self.shared if self.scope == "request" else self.chosen(layer)
+        return [self.verifying, drafts] if self.apart else [drafts]
 
     @cached_property
     def dense(self) -> Rows:
-        fed, work = self.plan.feed, self._plan(None)[0] if self.on_gpu else None
-        table = self.state.page_table
-        rows = (fed.start, fed.width, fed.position, table, self.page_size)
-        return Rows(*rows, widest=self.plan.widest, work=work, row_of=fed.row)
+        """All rows over their whole context."""
+        return self._rows(self.plan.feed.width, self.plan.widest)
 
     @cached_property
-    def shared(self) -> list[Rows]:
+    def verifying(self) -> Rows:
+        return self._rows(torch.where(self.plan.verify, self.plan.feed.width, 0), self.plan.widest)
+
+    @cached_property
+    def reading_all(self) -> Rows:
+        """Draft rows in a dense layer."""
+        return self._rows(self.plan.draft.long(), 1)
+
+    @cached_property
+    def shared(self) -> Rows:
         return self.chosen(0)
 
-    def chosen(self, layer: int) -> list[Rows]:
-        """The rows of a layer in which draft rows read their selection."""
-        state, plan, fed = self.state, self.plan, self.plan.feed
-        heads = self.spec.kv_heads
+    def chosen(self, layer: int) -> Rows:
+        """The rows of a layer in which draft rows read their selection; only these, where the kinds are apart."""
+        state, heads = self.state, self.spec.kv_heads
         at: int | slice = 0
         if self.scope != "request":
             at = layer if self.scope == "layer" else slice(layer * heads, (layer + 1) * heads)
         units = self.units[at] if self.on_gpu else None
         sets = BlockSet(state.blocks[at], state.block_count[at], state.tail_start, state.block_tokens, units)
-        rows = (fed.start, fed.width, fed.position, state.page_table, self.page_size, sets)
-        if self.on_gpu:
-            work = self.works[0 if self.scope == "request" else layer]
-            return [Rows(*rows, plan.draft, plan.widest, work, fed.row)]
-        drafts = Rows(*rows).some(plan.draft.nonzero()[:, 0], True)
-        return [self.verifying, drafts] if bool(plan.verify.any()) else [drafts]
+        return self._rows(*self._drafts, sets, None if self.scope == "request" else layer)
 
-    @cached_property
-    def verifying(self) -> Rows:
-        """The verify rows alone: for the twin, which gathers keys, kinds are better apart."""
-        return self.dense.some(self.plan.verify.nonzero()[:, 0], False)
+    @property
+    def _drafts(self) -> tuple[Tensor, int]:
+        return (self.plan.draft.long(), 1) if self.apart else (self.plan.feed.width, self.plan.widest)
+
+    def _rows(self, width: Tensor, widest: int, sets: BlockSet | None = None, layer: int | None = None) -> Rows:
+        fed, work, sparse = self.plan.feed, None, None if sets is None else self.plan.draft
+        if self.on_gpu:
+            work = self._plan(width, widest)[0] if sets is None else self.works[layer or 0]
+        return Rows(
+            fed.start, width, fed.position, self.state.page_table, self.page_size, sets, sparse, widest, work, fed.row
+        )
 
     @cached_property
     def units(self) -> Tensor:
@@ -118,17 +139,16 @@ class PassRows:
     @cached_property
     def works(self) -> list[Work]:
         """A split for each layer's selection, in one launch."""
-        return self._plan(self.state.block_count)
+        return self._plan(*self._drafts, self.state.block_count)
 
-    def _plan(self, count: Tensor | None) -> list[Work]:
-        plan, fed, spec = self.plan, self.plan.feed, self.spec
-        group = spec.heads // spec.kv_heads
-        tune = tuning(len(fed.width), plan.widest, group, spec.kv_heads, count is None)
-        pieces = budget(tune, fed.width.device, spec.kv_heads, spec.head_dim)
+    def _plan(self, width: Tensor, widest: int, count: Tensor | None = None) -> list[Work]:
+        spec = self.spec
+        tune = tuning(len(width), widest, self.group, spec.kv_heads, count is None)
+        pieces = budget(tune, width.device, spec.kv_heads, spec.head_dim)
         if count is None:
-            return plan_work(fed.width, fed.position, tune.tile, pieces)
+            return plan_work(width, self.plan.feed.position, tune.tile, pieces)
         return plan_work(
-            fed.width, fed.position, tune.tile, pieces, plan.draft, count, self.state.tail_start,
+            width, self.plan.feed.position, tune.tile, pieces, self.plan.draft, count, self.state.tail_start,
             self.state.block_tokens, spec.kv_heads if self.scope == "kv_head" else 1,
         )  # fmt: skip
 

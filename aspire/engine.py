@@ -155,8 +155,8 @@ class Engine:
     @property
     def graph_misses(self) -> int:
         """Passes that had to wait for their capture."""
-        graphs = self.launcher.graphs
-        return 0 if graphs is None else graphs.misses
+        opened = self._opened_for > 0
+        return self.launcher.graphs.misses if opened and self.launcher.graphs else 0
 
     def step(self) -> list[Request]:
         """Fill empty slots, run one pass, retire what finished; returns the finished requests.
@@ -235,7 +235,16 @@ class Engine:
             self._open()
         elif self.method.speculation.lockstep and self.passes and "D" in self.passes[-1].kinds:
             return []
+        if not self.waiting or all(self.seats):
+            return []
+        self.launcher.settle()
         start = self.clock()
+        finished = self._admit_waiting()
+        self.launcher.settle()  # a GPU's share of an admission counts as prefill, like the host's
+        self.prefill_seconds += self.clock() - start
+        return finished
+
+    def _admit_waiting(self) -> list[Request]:
         finished: list[Request] = []
         for slot in range(self.settings.slots):
             while self.waiting and self.seats[slot] is None:
@@ -244,12 +253,10 @@ class Engine:
                     self._admit(slot, request, prompt)
                 except OutOfPages:
                     self._expect_pages_later(request)
-                    self.prefill_seconds += self.clock() - start
                     return finished
                 self.waiting.popleft()
                 if request.finished:
                     finished.append(request)
-        self.prefill_seconds += self.clock() - start
         return finished
 
     def preempt(self, slot: int) -> None:

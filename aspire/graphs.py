@@ -48,6 +48,7 @@ class Graphs:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 report = self.run(shape)
             self.pool = self.pool or graph.pool()
+        torch.cuda.empty_cache()  # what the eager run took: replays never use it
         self.captured[shape] = (graph, report)
 
 
@@ -111,6 +112,11 @@ class Launcher:
         gap = 0.0 if self._last_end is None else max(self._last_end.elapsed_time(begin), 0.0)
         self._last_end = end
         return Landing(flight.report.numpy().copy(), flight.tokens, begin.elapsed_time(end) / 1e3, gap / 1e3)
+
+    def settle(self) -> None:
+        """Wait until a GPU has done all it was given."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
 
     def rest(self) -> None:
         """Other work comes between the last pass and the next: what the GPU does then is no gap."""

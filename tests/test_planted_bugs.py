@@ -92,9 +92,9 @@ def compare_shifted_by_one(patch: pytest.MonkeyPatch) -> None:
 def draft_misses_its_last_token(patch: pytest.MonkeyPatch) -> None:
     healthy = PassRows.chosen
 
-    def chosen(self: PassRows, layer: int) -> list[Rows]:
-        # attention only: rotary angles and entries stay
-        return [replace(r, position=r.position - 1) if r.selection else r for r in healthy(self, layer)]
+    def chosen(self: PassRows, layer: int) -> Rows:
+        rows = healthy(self, layer)  # attention only: rotary angles and entries stay
+        return replace(rows, position=torch.where(self.plan.draft, rows.position - 1, rows.position))
 
     patch.setattr(PassRows, "chosen", chosen)
 

@@ -334,7 +334,8 @@ def test_a_greedy_draft_is_judged_as_one_hot(soft: bool, expected: list[float]) 
         state.q_probs[:] = torch.tensor([0.8, 0.2])
     p = rows_of([0.6, 0.4])
     target = flat(joined(p, p))
-    verdict = stepper._verify(Plan.of(state, state.active, 64), state, target, torch.zeros(2 * DRAWS, dtype=torch.int64))
+    picks = torch.zeros(2 * DRAWS, dtype=torch.int64)  # rejection has no use for them
+    verdict = stepper._verify(Plan.of(state, state.active, 64), state, target, picks)
     assert follows(verdict.tokens[:, 0], expected)
 
 

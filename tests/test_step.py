@@ -137,7 +137,7 @@ def test_padding_is_stored_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pass_with_all_slots_masked_changes_nothing(method: Method, mode: str) -> None:
     """What a capture relies on: its passes run while requests sit in the slots, drafts and selections included."""
     for number, (engine, _) in enumerate(before_each_pass(method, MODES[mode])):
-        if number % 2:
+        if number % 3:
             continue
         state, pool = engine.state, engine.pool
         before, k, v = copy.deepcopy(state), pool.k.clone(), pool.v.clone()
@@ -172,7 +172,7 @@ THROUGH_KERNELS = [
 ]  # fmt: skip
 
 
-@pytest.mark.skipif(triton is None, reason="needs triton")
+@pytest.mark.skipif(triton is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
 @pytest.mark.parametrize(("name", "mode"), THROUGH_KERNELS)
 def test_a_pass_through_the_kernels_is_that_of_the_twins(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass of each kind, as a GPU would launch it: the kernels of a step, with the glue between them.

@@ -356,7 +356,7 @@ def row_of_token(rows: Rows, tokens: int) -> Tensor:
     """Row of each query in q; of a token that belongs to none, any.  # [T]"""
     if rows.row_of is not None:
         return rows.row_of
-    order = rows.start.argsort()
+    order = (2 * rows.start + (rows.width > 0)).argsort()  # a row of width 0 may start where another does
     at = torch.arange(tokens, device=rows.start.device)
     return order[(torch.searchsorted(rows.start[order], at, right=True) - 1).clamp(min=0)]
 
