@@ -31,8 +31,7 @@ from aspire.verify import Verification
 class PassRecord:
     """One pass as it happened. kinds: a letter a slot, D draft, V verify, '.' empty.
 
-    tokens fed, kv_tokens read per layer (see StepOutput), seconds (see graphs.Landing), committed tokens, gap: seconds
-    a GPU had nothing to do before the pass.
+    tokens fed, kv_tokens read per layer (see StepOutput), seconds (see graphs.Landing), committed tokens.
     """
 
     kinds: str
@@ -40,7 +39,6 @@ class PassRecord:
     kv_tokens: float
     seconds: float
     committed: int
-    gap: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -169,7 +167,6 @@ class Engine:
             if not any(self.seats):
                 return finished
             self._reserve()
-            self.launcher.rest()
             self._launch(Ahead(*self.stepper.decide(self.state).tolist()))
         flight, self._flight = self._flight, None
         assert flight is not None
@@ -390,4 +387,4 @@ class Engine:
         letters = ["."] * self.settings.slots
         for slot, verified in zip(out.slots, out.verified, strict=True):
             letters[slot] = "V" if verified else "D"
-        return PassRecord("".join(letters), landing.tokens, out.kv_tokens, landing.seconds, committed, landing.gap)
+        return PassRecord("".join(letters), landing.tokens, out.kv_tokens, landing.seconds, committed)

@@ -64,12 +64,11 @@ class Flight:
 
 @dataclass(frozen=True)
 class Landing:
-    """seconds the pass took: of the device on a GPU, of the clock elsewhere. gap: how long a GPU idled before it."""
+    """seconds the pass took: of the device on a GPU, of the clock elsewhere."""
 
     report: np.ndarray
     tokens: int
     seconds: float
-    gap: float
 
 
 class Launcher:
@@ -84,7 +83,6 @@ class Launcher:
         self.graphs = Graphs(run, idle) if captures else None
         self.run = self.graphs or run
         self._pinned: dict[torch.Size, Tensor] = {}
-        self._last_end: Any = None
 
     def launch(self, shape: Hashable, tokens: int) -> Flight:
         """Start a pass; on a GPU this returns before it has run."""
@@ -106,21 +104,15 @@ class Launcher:
     def land(self, flight: Flight) -> Landing:
         """Wait for a pass."""
         if flight.events is None:
-            return Landing(flight.report.numpy(), flight.tokens, self.clock() - flight.started, 0.0)
+            return Landing(flight.report.numpy(), flight.tokens, self.clock() - flight.started)
         begin, end = flight.events
         end.synchronize()
-        gap = 0.0 if self._last_end is None else max(self._last_end.elapsed_time(begin), 0.0)
-        self._last_end = end
-        return Landing(flight.report.numpy().copy(), flight.tokens, begin.elapsed_time(end) / 1e3, gap / 1e3)
+        return Landing(flight.report.numpy().copy(), flight.tokens, begin.elapsed_time(end) / 1e3)
 
     def settle(self) -> None:
         """Wait until a GPU has done all it was given."""
         if self.on_gpu:
             torch.cuda.synchronize()
-
-    def rest(self) -> None:
-        """Other work comes between the last pass and the next: what the GPU does then is no gap."""
-        self._last_end = None
 
 
 @contextmanager

@@ -215,11 +215,12 @@ def run_until_full(engine: Engine, session: Session, supply: Iterator[int], wind
         if not engine.busy:
             break
         seated = [seat.request.id for seat in engine.seats if seat]
+        before, admitting = engine.clock(), engine.prefill_seconds
         engine.step()
-        done = engine.passes[-1]
-        committed += done.committed
+        spent = engine.clock() - before - (engine.prefill_seconds - admitting)
+        committed += engine.passes[-1].committed
         for name in seated:
-            window.decode_s[name] = window.decode_s.get(name, 0.0) + done.seconds + done.gap
+            window.decode_s[name] = window.decode_s.get(name, 0.0) + spent
 
 
 def fill(engine: Engine, session: Session, supply: Iterator[int], requests: list[Request]) -> None:

@@ -127,7 +127,7 @@ def timing_of(windows: list[Window], prefill_s: float, on_gpu: bool) -> Timing:
     return Timing(
         prefill_s=prefill_s, decode_s=median(seconds), passes=len(windows[0].passes), draft_pass_ms=mean_ms("draft"),
         verify_pass_ms=mean_ms("verify"), mixed_pass_ms=mean_ms("mixed"),
-        host_gap=sum(p.gap for w in windows for p in w.passes) / sum(seconds) if on_gpu else None,
+        host_gap=1 - sum(p.seconds for w in windows for p in w.passes) / sum(seconds) if on_gpu else None,
         repeats=Repeats(decode_s=seconds),
     )  # fmt: skip
 
