@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aspire.cache.pool import KVPool
-from aspire.kernels.attention import BlockSet, Rows, Taps, budget, mixed_attention, query_tile, tuning
+from aspire.kernels.attention import BlockSet, Rows, Taps, budget, mixed_attention, query_tile, slots_of, tuning
 from aspire.kernels.blocks import resolve
 from aspire.kernels.feed import Feed, feed
 from aspire.kernels.heads import Heads, store_heads
@@ -144,12 +144,14 @@ class PassRows:
     def _plan(self, width: Tensor, widest: int, count: Tensor | None = None) -> list[Work]:
         spec = self.spec
         tune = tuning(len(width), widest, self.group, spec.kv_heads, count is None)
-        pieces = budget(tune, width.device, spec.kv_heads, spec.head_dim)
+        device = width.device
+        pieces, slots = budget(tune, device, spec.kv_heads, spec.head_dim), slots_of(tune, device, spec.head_dim)
         if count is None:
-            return plan_work(width, self.plan.feed.position, tune.tile, pieces)
+            position = self.plan.feed.position
+            return plan_work(width, position, tune.tile, pieces, kv_heads=spec.kv_heads, slots=slots)
         return plan_work(
             width, self.plan.feed.position, tune.tile, pieces, self.plan.draft, count, self.state.tail_start,
-            self.state.block_tokens, spec.kv_heads if self.scope == "kv_head" else 1,
+            self.state.block_tokens, spec.kv_heads if self.scope == "kv_head" else 1, spec.kv_heads, slots,
         )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from aspire.kernels.attention import budget, query_tile, tuning
+from aspire.kernels.attention import budget, query_tile, slots_of, tuning
+from aspire.kernels.work import pieces_of
 from aspire.model.spec import ModelSpec
 from aspire.policies.method import Method
 from aspire.policies.selection import Probe
@@ -203,7 +204,9 @@ def _attention_bytes(spec: ModelSpec, settings: EngineSettings, slots: int, long
         return 2 * slots * context * spec.heads * spec.head_dim * settings.dtype.itemsize
     m = query_tile(longest + 1, spec.heads // spec.kv_heads)
     tune = tuning(slots, longest + 1, spec.heads // spec.kv_heads, spec.kv_heads, True)
-    pieces = budget(tune, torch.device(settings.device), spec.kv_heads, spec.head_dim) + slots
+    device = torch.device(settings.device)
+    pieces = budget(tune, device, spec.kv_heads, spec.head_dim)
+    pieces = pieces_of(pieces, slots, slots_of(tune, device, spec.head_dim))
     return pieces * spec.kv_heads * m * (max(16, spec.head_dim) + 1) * 4
 
 

@@ -1,5 +1,6 @@
 """On what did it run? Device, driver, versions, commit, and the measured copy bandwidth."""
 
+import os
 import platform
 import subprocess
 import time
@@ -70,6 +71,18 @@ def git(*arguments: str) -> str | None:
         return None
 
 
+def commit() -> tuple[str | None, bool | None]:
+    """The commit of this code, and whether files differ from it.
+
+    ASPIRE_COMMIT names the commit that a tree without its history was copied from, unchanged.
+    """
+    if named := os.environ.get("ASPIRE_COMMIT"):
+        return named, False
+    # Redrawn results do not make a run's code another one.
+    status = git("status", "--porcelain", "--untracked-files=no", "--", ":!results")
+    return git("rev-parse", "HEAD"), None if status is None else bool(status)
+
+
 def driver() -> str | None:
     """NVIDIA driver version, None without one."""
     try:
@@ -82,10 +95,9 @@ def driver() -> str | None:
 
 
 def environment(device: str) -> Environment:
-    # Redrawn results do not make a run's code another one.
-    status = git("status", "--porcelain", "--untracked-files=no", "--", ":!results")
+    head, dirty = commit()
     return Environment(
         device=device_name(device), driver=driver() if device.startswith("cuda") else None,
         torch=torch.__version__, triton=installed("triton"), transformers=installed("transformers"),
-        commit=git("rev-parse", "HEAD"), dirty=None if status is None else bool(status), copy_tb_s=copy_tb_s(device),
+        commit=head, dirty=dirty, copy_tb_s=copy_tb_s(device),
     )  # fmt: skip

@@ -6,8 +6,11 @@ python -m experiments.redraw [FOLDER]
 import sys
 from pathlib import Path
 
+from experiments import gpu_tables
 from experiments.config import refuse
 from experiments.figures import fig1, read_passes, timeline
+from experiments.gpu_figures import write_gpu_figures
+from experiments.gpu_tables import GPU, write_gpu_tables
 from experiments.records import PASSES, find_records, read_record
 from experiments.tables import write_tables
 
@@ -15,20 +18,42 @@ RESULTS = Path(__file__).parents[1] / "results"
 PICTURED = ("vegas", "aspire_fsm")  # a lockstep method above, an asynchronous one below
 
 
-def redraw(root: Path) -> list[Path]:
-    """Figure 1, its table and the timeline, from all records under `root`. Raises ValueError if there are none."""
-    folders = find_records(root)
-    if not folders:
+def redraw(root: Path, out: Path = RESULTS) -> list[Path]:
+    """Tables and figures of all records under `root`, those of `root`/h200 in their own.
+
+    Raises ValueError if there is nothing to show.
+    """
+    folders = find_fig1(root)
+    written = [*redraw_fig1(folders, out), *redraw_gpu(root / GPU, out)]
+    if not written:
         raise ValueError(f"no records under {root}; run make reproduce-fig1 first, or name another folder")
-    written = [*write_tables(folders), *fig1(folders)]
+    return written
+
+
+def find_fig1(root: Path) -> list[Path]:
+    """Cells of figure 1: all but those of GPU runs."""
+    return [folder for folder in find_records(root) if root / GPU not in folder.parents]
+
+
+def redraw_fig1(folders: list[Path], out: Path) -> list[Path]:
+    """Figure 1, its table and the timeline."""
+    if not folders:
+        return []
+    written = [*write_tables(folders, out / "tables"), *fig1(folders, out / "figures")]
     passes = {}
     for folder in reversed(folders):  # the first workload's cells win
         record = read_record(folder)
         if record.cell.method in PICTURED and (folder / PASSES).exists():
             passes[record.cell.method] = (record.label, read_passes(folder / PASSES))
     if len(passes) == len(PICTURED):
-        written += timeline(dict(passes[name] for name in PICTURED), RESULTS / "figures" / "timeline")
+        written += timeline(dict(passes[name] for name in PICTURED), out / "figures" / "timeline")
     return written
+
+
+def redraw_gpu(root: Path, out: Path) -> list[Path]:
+    """Tables and figures of GPU runs; none if there are no runs."""
+    suites = gpu_tables.read(root)
+    return [*write_gpu_tables(root, out / "tables", suites), *write_gpu_figures(suites, out / "figures")]
 
 
 if __name__ == "__main__":

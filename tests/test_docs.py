@@ -18,12 +18,18 @@ from aspire.engine import Engine
 from aspire.policies import Method, Selection
 from aspire.request import Request
 from aspire.settings import EngineSettings
+from experiments.bench_gpu import SUITES
+from experiments.bench_gpu import split as split_bench_gpu
 from experiments.config import CONF, check_overrides, choices, register
 
 ROOT = CONF.parent
 README = (ROOT / "README.md").read_text()
+LONGEST_README = 170  # lines
 PAGES = ["README.md", "docs/architecture.md", "baselines/README.md", "results/LOG.md"]
 PATH = re.compile(r"(?:aspire|baselines|conf|docs|experiments|results|scripts|tests)/[\w/.-]*\w")
+COMMANDS = "make lint bench-kernels ARGS"  # words of commands that stand in no source file
+SCRIPTS = {path.name: path.read_text() for path in sorted((ROOT / "scripts").glob("*.sh"))}
+SWEEPS = [name for name, text in SCRIPTS.items() if "experiments.run -m" in text]
 
 
 def blocks(language: str) -> list[str]:
@@ -90,21 +96,58 @@ def test_commands_take_the_overrides_shown(number: int) -> None:
             assert set(listed.split(",")) <= set(choices("method"))
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.sh")))
-def test_scripts_name_options_that_exist(script: str) -> None:
-    """A list like `models=a,b` holds options of the group `model`."""
-    text = (ROOT / "scripts" / script).read_text()
-    lists = [(name, values.split(",")) for name, values in re.findall(r"^(\w+)s=([\w,]+)$", text, flags=re.MULTILINE)]
+@pytest.mark.parametrize("script", SWEEPS)
+def test_sweeps_name_options_that_exist(script: str) -> None:
+    """A list like `models=a,b` or `methods=[a,b]` holds options of the group `model` or `method`."""
+    lists = re.findall(r"^(\w+)s=\[?([\w,]+)\]?$", SCRIPTS[script], flags=re.MULTILINE)
     assert lists
-    assert [value for name, values in lists for value in values if value not in choices(name)] == []
+    assert [value for name, values in lists for value in values.split(",") if value not in choices(name)] == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_name_files_that_exist(script: str) -> None:
+    assert SWEEPS
+    assert [path for path in PATH.findall(SCRIPTS[script]) if not (ROOT / path).exists()] == []
 
 
 def test_make_arguments_are_overrides() -> None:
-    shown = [words for line in re.findall(r'make [^`]*?ARGS="([^"]+)"|`ARGS="([^"]+)"`', README) for words in line]
-    assert any(shown)
+    """`make bench-gpu` has words of its own beside them."""
+    shown = re.findall(r'`(?:make ([\w-]+) [^`]*?)?ARGS="([^"]+)"', README)
+    assert shown
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        check_overrides([word for words in shown for word in words.split()])
+        for target, arguments in shown:
+            words = arguments.split()
+            if target == "bench-gpu":
+                own, words = split_bench_gpu(words)
+                assert own["suite"] in SUITES
+            check_overrides(words)
+
+
+def test_the_gpu_section_names_every_suite() -> None:
+    (section,) = re.findall(r"^## On a GPU\n(.*?)^## ", README, flags=re.MULTILINE | re.DOTALL)
+    assert [suite for suite in SUITES if f"`{suite}`" not in section and f"suite={suite}" not in section] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= LONGEST_README
+
+
+def test_architecture_names_what_the_code_names() -> None:
+    """Every word of a name in backticks stands somewhere in the sources: a renamed function shows here."""
+    rooms = ("aspire", "baselines", "experiments", "conf")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*") if path.suffix in (".py", ".yaml")]
+    known = set(re.findall(r"\w+", " ".join([*(path.read_text() for path in files), *map(str, files)])))
+    page = re.sub(r"^```.*?^```", "", (ROOT / "docs/architecture.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    spoken = re.findall(r"`([^`\n]+)`", page)
+    names = {word for code in spoken for word in re.findall(r"\w{2,}", code)} - set(re.findall(r"\w+", COMMANDS))
+    tests = {path.stem for path in (ROOT / "tests").glob("*.py")}
+    assert names - known - tests == set()
+
+
+def test_every_test_file_has_its_row() -> None:
+    rows = set(re.findall(r"`(\w+\.py)`", (ROOT / "tests/README.md").read_text()))
+    assert {path.name for path in (ROOT / "tests").glob("*.py")} == rows
 
 
 def test_the_python_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

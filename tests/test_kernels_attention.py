@@ -457,3 +457,22 @@ def test_count_below(case: tuple[int, int, int, int, int], share: float) -> None
         for s in range(case[0]):
             for r in range(case[1]):
                 assert int(twin[s, r]) == sum(b < int(bound[r]) for b in blocks[s, r, : count[s, r]].tolist())
+
+
+@needs_triton
+@pytest.mark.parametrize("contexts", [[90_000] * 13, [90_000, 1, 6_000, 0, 17], [4_096] * 64, [5]], ids=str)
+def test_waves_come_out_even(contexts: list[int]) -> None:
+    """Kernel and twin agree, and no plan takes longer than the wish itself would, in waves of 132 programs."""
+    tiles = torch.tensor([[-(-n // 128) for n in contexts]])
+    width = torch.tensor([int(n > 0) for n in contexts], device=DEVICE)
+    position = (torch.tensor(contexts, device=DEVICE) - 1).clamp(min=0)
+    pieces, spans = plan_work_torch(tiles, 99, 8, 132)
+    (ours,) = plan_work_triton(width, position, 128, 99, kv_heads=8, slots=132)
+    real = pieces[0, :, :1] >= 0
+    assert torch.equal(ours.spans.cpu(), spans[0]) and torch.equal(ours.pieces.cpu() * real, pieces[0] * real)
+
+    def time(pieces: Tensor) -> int:
+        runs = [end - begin for row, begin, end in pieces[0].tolist() if row >= 0]
+        return -(-len(runs) * 8 // 132) * (max(runs) + 1)
+
+    assert time(pieces) <= time(plan_work_torch(tiles, 99)[0])

@@ -67,6 +67,16 @@ def test_embedded_model_is_kept_apart() -> None:
     assert not embedded.keys() & pins("requirements.lock").keys()
 
 
+def test_interpreter_is_kept_apart() -> None:
+    """CUDA builds of torch bring a Triton of their own, which the one for the interpreter must not replace."""
+    assert list(pins("requirements-interpreter.txt")) == ["triton"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert "-c 'import triton' 2>/dev/null || $(PIP) --no-deps -r requirements-interpreter.txt" in makefile
+    stamp = re.search(r"^\$\(STAMP\): (.+)$", makefile, flags=re.MULTILINE)
+    assert stamp is not None
+    assert {path.name for path in ROOT.glob("requirements*")} <= set(stamp[1].split())
+
+
 def test_conda_environment_agrees() -> None:
     text = (ROOT / "environment.yml").read_text()
     environment = yaml.safe_load(text)
@@ -74,7 +84,8 @@ def test_conda_environment_agrees() -> None:
     assert SpecifierSet(PROJECT["requires-python"]).contains(python.removeprefix("python="))
     (pip,) = [item["pip"] for item in environment["dependencies"] if isinstance(item, dict)]
     assert pip == ["-r requirements.lock", "-e ."]
-    assert "pip install --no-deps -r requirements-embedded.txt" in text
+    for apart in ("embedded", "interpreter"):
+        assert f"pip install --no-deps -r requirements-{apart}.txt" in text
     assert environment["name"] == PROJECT["name"]
 
 

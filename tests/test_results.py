@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from experiments.gpu_tables import GPU, write_gpu_tables
 from experiments.metrics import check
 from experiments.records import find_records, read_record
-from experiments.redraw import redraw
+from experiments.redraw import find_fig1, redraw
 from experiments.tables import write_tables
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -22,8 +23,14 @@ def test_a_committed_record_follows_from_its_requests(folder: Path) -> None:
 
 
 def test_committed_tables_are_rebuilt_byte_for_byte(tmp_path: Path) -> None:
-    for path in write_tables(RECORDS, tmp_path):
+    """All of them: a table that no record asks for any more is not left behind."""
+    written = [
+        *write_tables(find_fig1(RESULTS / "records"), tmp_path),
+        *write_gpu_tables(RESULTS / "records" / GPU, tmp_path),
+    ]
+    for path in written:
         assert path.read_bytes() == (RESULTS / "tables" / path.name).read_bytes(), path.name
+    assert {path.name for path in (RESULTS / "tables").iterdir()} == {path.name for path in written}
 
 
 def test_no_records_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:

@@ -167,14 +167,15 @@ def _attention_kernel(
                 s = tl.where(ok[None, :], s, float("-inf"))
                 acc, top, total = _absorb(acc, top, total, s, v, scale, PRECISION, True)
     table = page_table + row64 * pages
-    tap, kept = logits, live
+    tap, tap_at, kept = logits, w[:, None], live
     if TAPS > 0:
         index = w
         if TAPS == 1:  # the first query and the last
             index = tl.where(w == 0, 0, 1)
             kept = live & ((w == 0) | (w == wide - 1))
         kept = kept & (tl.load(tapped + row) != 0)
-        tap = logits + (row64 * logits_row + index * logits_query + q_head * logits_head)[:, None]
+        tap_at = (index * logits_query + q_head * logits_head).to(tl.int32)[:, None]  # within a row 32 bits suffice
+        tap = logits + row64 * logits_row
     from_tail = tl.maximum(begin, head_tiles)
     whole = tl.minimum(end, head_tiles + tl.maximum(at + 1 - tail, 0) // N)
     for t in tl.range(from_tail, whole, num_stages=STAGES):  # tiles that every query sees whole
@@ -186,7 +187,7 @@ def _attention_kernel(
         acc, top, total = _absorb(acc, top, total, s, v, scale, PRECISION, False)
         if TAPS > 0:
             near = kept[:, None] & (pos >= 0)[None, :]
-            tl.store(tap + pos[None, :], (s * scale).to(logits.dtype.element_ty), mask=near)
+            tl.store(tap + (tap_at + pos[None, :]), (s * scale).to(logits.dtype.element_ty), mask=near)
     for t in range(tl.maximum(from_tail, whole), end):
         pos = tail + (t - head_tiles) * N + n
         ok = pos < stop
@@ -198,7 +199,7 @@ def _attention_kernel(
         s = tl.where(seen, s, float("-inf"))
         acc, top, total = _absorb(acc, top, total, s, v, scale, PRECISION, True)
         if TAPS > 0:
-            tl.store(tap + pos[None, :], (s * scale).to(logits.dtype.element_ty), mask=seen & kept[:, None])
+            tl.store(tap + (tap_at + pos[None, :]), (s * scale).to(logits.dtype.element_ty), mask=seen & kept[:, None])
     sums = tl.where(total > 0, total, 1.0)
     acc = acc / sums[:, None]
     log_sum = top + tl.log2(sums)
@@ -258,6 +259,8 @@ class Tuning:
     pieces: int
 
 
+SHARED_BYTES = 227 * 1024  # of a multiprocessor, for its programs
+
 # (rows of the query tile, what the rows are) -> what ran best on an H200, see results/LOG.md.
 TUNED = {
     (16, "dense"): Tuning(128, 4, 2, 6),
@@ -292,18 +295,27 @@ def budget(tune: Tuning, device: torch.device, kv_heads: int, dim: int) -> int:
     return max(1, tune.pieces * processors * 128 // (kv_heads * max(dim, 64)))
 
 
+def slots_of(tune: Tuning, device: torch.device, dim: int) -> int:
+    """Programs of a call that a GPU holds at once, by the shared memory of their stages; 0 in the interpreter."""
+    if device.type != "cuda":
+        return 0
+    held = tune.stages * tune.tile * max(dim, 16) * 2 * 2  # keys and values of 16 bits
+    return torch.cuda.get_device_properties(device).multi_processor_count * max(1, SHARED_BYTES // held)
+
+
 def plan_rows(rows: Rows, group: int, kv_heads: int, dim: int, tune: Tuning | None = None) -> Work:
     """The split of one call; a pass plans all its layers at once instead, see attention.py."""
     chosen = rows.selection
     tune = tune or tuning(len(rows.start), rows.widest or 1, group, kv_heads, chosen is None)
-    pieces = budget(tune, rows.start.device, kv_heads, dim)
+    device = rows.start.device
+    pieces, slots = budget(tune, device, kv_heads, dim), slots_of(tune, device, dim)
     if chosen is None:
-        return plan_work(rows.width, rows.position, tune.tile, pieces)[0]
+        return plan_work(rows.width, rows.position, tune.tile, pieces, kv_heads=kv_heads, slots=slots)[0]
     sparse = torch.ones_like(rows.width, dtype=torch.bool) if rows.sparse is None else rows.sparse
     heads = chosen.count.shape[0] if chosen.count.dim() == 2 else 1
     return plan_work(
         rows.width, rows.position, tune.tile, pieces, sparse, chosen.count.view(heads, -1), chosen.tail_start,
-        chosen.block_size, heads,
+        chosen.block_size, heads, kv_heads, slots,
     )[0]  # fmt: skip
 
 
@@ -315,6 +327,7 @@ def mixed_attention_triton(
     kv_heads, dim = k_cache.shape[-2:]
     group = q.shape[1] // kv_heads
     assert rows.widest is not None and q.stride(1) == dim and out.is_contiguous(), "contiguous heads, a known width"
+    assert all(x.is_contiguous() for x in (rows.start, rows.width, rows.position, rows.page_table))
     assert q.shape[1] % kv_heads == 0 and k_cache.stride() == v_cache.stride() and k_cache.stride(-1) == 1
     m, page = query_tile(rows.widest, group), rows.page_size
     tune = tune or tuning(len(rows.start), rows.widest, group, kv_heads, rows.selection is None)

@@ -3,10 +3,11 @@
 Contract of `plan_work`. The keys of a row are cut into tiles of TILE keys: first those of its head (the selected
 units, count * unit keys), then those of its tail (positions tail_start .. position + width - 1). A dense row has no
 head and tail_start 0; a row of width 0 reads nothing. A row that reads anything is cut into as many pieces as its
-share of all tiles is of `budget`, rounded, at least one; its pieces are equal up to the last. Result, for every
-plan p of the S plans: pieces [S, budget + R, 3] int32 = (row, first tile, end tile), row -1 where there is none; spans
-[S, R, 2] int32 = (first piece, number of pieces) of each row. The grid of the attention kernel is the size of
-`pieces`, whatever the lengths are, so a captured pass stays valid.
+share of all tiles is of the number wanted, rounded, at least one; its pieces are equal up to the last. The number
+wanted is `budget`, or near it the one with which the waves of programs on a GPU come out even. Result, for every plan
+p of the S plans: pieces [S, P, 3] int32 = (row, first tile, end tile), row -1 where there is none; spans [S, R, 2]
+int32 = (first piece, number of pieces) of each row. The grid of the attention kernel is the size of `pieces`, whatever
+the lengths are, so a captured pass stays valid.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,13 @@ import torch
 from torch import Tensor
 
 from aspire.kernels.jit import jit, power_of_2, tl, wanted
+
+CANDIDATES = range(4, 13)  # eighths of the budget that are tried, so that no last wave is left half empty
+
+
+def pieces_of(budget: int, rows: int, slots: int) -> int:
+    """Size of the table of pieces."""
+    return (budget * CANDIDATES[-1] // 8 if slots else budget) + rows
 
 
 @dataclass(frozen=True)
@@ -37,16 +45,25 @@ def row_tiles(
     return torch.where(live, -(-heads // tile), 0), torch.where(live, -(-(last - start) // tile), 0).expand_as(heads)
 
 
-def plan_work_torch(tiles: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+def plan_work_torch(tiles: Tensor, budget: int, kv_heads: int = 1, slots: int = 0) -> tuple[Tensor, Tensor]:
     """The twin: tiles [S, R] of each row -> (pieces, spans)."""
     plans, rows = tiles.shape
+    size = pieces_of(budget, rows, slots)
     total = tiles.sum(1, keepdim=True).clamp(min=1)
-    count = torch.where(tiles > 0, ((tiles * budget + total // 2) // total).clamp(min=1), 0)
-    share = -(-tiles // count.clamp(min=1))
-    count = -(-tiles // share.clamp(min=1))
+    least = torch.full((plans, 1), 2**62, device=tiles.device)
+    count = share = torch.zeros_like(tiles)
+    for eighths in CANDIDATES if slots else (8,):
+        several = (tiles * (budget * eighths // 8) + total // 2) // total
+        number = torch.where(tiles > 0, several.clamp(min=1), 0)
+        each = (-(-tiles // number.clamp(min=1))).clamp(min=1)
+        number = -(-tiles // each)
+        waves = -(-number.sum(1, keepdim=True) * kv_heads // max(slots, 1))
+        cost = waves * (torch.where(tiles > 0, each, 0).amax(1, keepdim=True) + 1)
+        better = cost < least
+        least, count, share = least.minimum(cost), torch.where(better, number, count), torch.where(better, each, share)
     first = count.cumsum(1) - count
-    pieces = torch.zeros(plans, budget + rows, 3, dtype=torch.int32, device=tiles.device)
-    number = torch.arange(budget + rows, device=tiles.device)
+    pieces = torch.zeros(plans, size, 3, dtype=torch.int32, device=tiles.device)
+    number = torch.arange(size, device=tiles.device)
     row = (number[:, None] >= first[:, None]).sum(2) - 1  # the last row that starts at or before this piece
     row = torch.where(number < count.sum(1, keepdim=True), row, -1)
     at = row.clamp(min=0)
@@ -59,8 +76,8 @@ def plan_work_torch(tiles: Tensor, budget: int) -> tuple[Tensor, Tensor]:
 
 @jit
 def _plan_kernel(
-    width, position, sparse, count, tail_start, pieces, spans, rows, heads, unit, budget, size,
-    R: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr,
+    width, position, sparse, count, tail_start, pieces, spans, rows, heads, unit, budget, size, kv_heads, slots,
+    LOW: tl.constexpr, HIGH: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     plan = tl.program_id(0)
     r = tl.arange(0, R)
@@ -77,9 +94,18 @@ def _plan_kernel(
         tail -= tl.where(chosen, tl.load(tail_start + r, mask=there, other=0), 0)
     tiles = head_tiles + tl.where(w > 0, (tail + TILE - 1) // TILE, 0)
     total = tl.maximum(tl.sum(tiles, 0), 1)
-    number = tl.where(tiles > 0, tl.maximum((tiles * budget + total // 2) // total, 1), 0)
-    share = tl.maximum((tiles + number - 1) // tl.maximum(number, 1), 1)
-    number = (tiles + share - 1) // share
+    number, share = tiles * 0, tiles * 0 + 1
+    least = total * 0 + 4611686018427387904
+    for eighths in range(LOW, HIGH):
+        several = (tiles * (budget * eighths // 8) + total // 2) // total
+        count_now = tl.where(tiles > 0, tl.maximum(several, 1), 0)
+        each = tl.maximum((tiles + count_now - 1) // tl.maximum(count_now, 1), 1)
+        count_now = (tiles + each - 1) // each
+        waves = (tl.sum(count_now, 0) * kv_heads + slots - 1) // slots
+        cost = waves * (tl.max(tl.where(tiles > 0, each, 0), 0) + 1)
+        better = cost < least
+        least = tl.minimum(least, cost)
+        number, share = tl.where(better, count_now, number), tl.where(better, each, share)
     first = tl.cumsum(number, 0) - number
     used = tl.sum(number, 0)
     tl.store(spans + (plan * rows + r) * 2, first.to(tl.int32), mask=there)
@@ -101,10 +127,12 @@ def _plan_kernel(
 def plan_work(
     width: Tensor, position: Tensor, tile: int, budget: int, sparse: Tensor | None = None,
     count: Tensor | None = None, tail_start: Tensor | None = None, unit: int = 1, heads: int = 1,
+    kv_heads: int = 1, slots: int = 0,
 ) -> list[Work]:  # fmt: skip
     """A plan for each `heads` consecutive scopes of count [S * heads, R] (their largest counts), or one dense plan.
 
-    sparse [R] bool: the rows that read a selection; the others are dense.
+    sparse [R] bool: the rows that read a selection; the others are dense. slots: pieces of all kv_heads that run at
+    once; then the budget is a wish, and the number of pieces the one that leaves the last wave fullest. 0 = take it.
     """
     rows, plans = width.shape[0], 1 if count is None else count.shape[0] // heads
     if not wanted(width):
@@ -112,25 +140,28 @@ def plan_work(
         if count is not None and sparse is not None and tail_start is not None:
             head = torch.where(sparse, count.view(plans, heads, rows).amax(1) * unit, 0)
             tail_start = torch.where(sparse, tail_start, 0)
-        made, spans = plan_work_torch(sum(row_tiles(width, position, tile, head, tail_start)), budget)  # type: ignore
+        made, spans = plan_work_torch(sum(row_tiles(width, position, tile, head, tail_start)), budget, kv_heads, slots)  # type: ignore
         return [Work(p, s, tile) for p, s in zip(made, spans)]
-    return plan_work_triton(width, position, tile, budget, sparse, count, tail_start, unit, heads)
+    return plan_work_triton(width, position, tile, budget, sparse, count, tail_start, unit, heads, kv_heads, slots)
 
 
 def plan_work_triton(
     width: Tensor, position: Tensor, tile: int, budget: int, sparse: Tensor | None = None,
     count: Tensor | None = None, tail_start: Tensor | None = None, unit: int = 1, heads: int = 1,
+    kv_heads: int = 1, slots: int = 0,
 ) -> list[Work]:  # fmt: skip
     """The launcher; see `plan_work`."""
     rows, plans = width.shape[0], 1 if count is None else count.shape[0] // heads
-    size = budget + rows
+    size, low, high = pieces_of(budget, rows, slots), 8, 9
+    if slots:
+        low, high = CANDIDATES[0], CANDIDATES[-1] + 1
     pieces = torch.empty(plans, size, 3, dtype=torch.int32, device=width.device)
     spans = torch.empty(plans, rows, 2, dtype=torch.int32, device=width.device)
     assert count is None or count.is_contiguous(), "counts of all scopes lie together"
     _plan_kernel[(plans,)](
         width, position, width if sparse is None else sparse.view(torch.uint8), width if count is None else count,
-        width if tail_start is None else tail_start, pieces, spans, rows, heads, unit, budget, size,
-        R=power_of_2(max(rows, 2)), P=32, TILE=tile, DENSE=count is None,
+        width if tail_start is None else tail_start, pieces, spans, rows, heads, unit, budget, size, kv_heads,
+        max(slots, 1), LOW=low, HIGH=high, R=power_of_2(max(rows, 2)), P=32, TILE=tile, DENSE=count is None,
     )  # fmt: skip
     return [Work(p, s, tile) for p, s in zip(pieces, spans)]
 
