@@ -213,11 +213,11 @@ class Engine:
             return
         slots, longest = self.settings.slots, self.longest
         wanted = [Shape("draft", slots, 1)] if longest else []
-        widths = range(1, longest + 2) if not self.method.speculation.lockstep else [longest + 1]
-        wanted += [Shape("verify", slots * w, w) for w in widths]
-        if not self.method.speculation.lockstep:
-            for w in widths:
-                wanted += [Shape("mixed", tokens, w) for tokens in range(slots + w - 1, slots * w + 1)]
+        if self.method.speculation.lockstep:
+            wanted.append(Shape("verify", slots * (longest + 1), longest + 1))
+        else:
+            for width in range(1, longest + 2):
+                wanted += [Shape("mixed", tokens, width) for tokens in range(slots + width - 1, slots * width + 1)]
         shapes = {self.stepper.padded(shape, slots) for shape in wanted}
         for shape in sorted(shapes, key=lambda s: -s.tokens):  # the widest first: the others fit into its memory
             if shape not in self.launcher.graphs.captured:

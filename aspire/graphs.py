@@ -6,6 +6,7 @@ A step reads and writes fixed tensors, and its shapes follow from `Shape` alone,
 the slots hold. A shape that comes up unprepared is captured on the spot; such misses are counted, since they cost time.
 """
 
+import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,11 +45,18 @@ class Graphs:
             with torch.cuda.stream(self.stream):
                 self.run(shape)
             torch.cuda.current_stream().wait_stream(self.stream)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what the eager run took: replays never use it
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-                report = self.run(shape)
+            gc.disable()  # nothing may be freed on the device during a capture
+            try:
+                with torch.cuda.stream(self.stream):
+                    graph.capture_begin(*([] if self.pool is None else [self.pool]))
+                    report = self.run(shape)
+                    graph.capture_end()
+            finally:
+                gc.enable()
             self.pool = self.pool or graph.pool()
-        torch.cuda.empty_cache()  # what the eager run took: replays never use it
         self.captured[shape] = (graph, report)
 
 

@@ -126,15 +126,18 @@ class Stepper:
         return torch.stack([width.sum(), width.max(), state.verify.sum(), state.active.sum()])
 
     def padded(self, shape: Shape, slots: int) -> Shape:
-        """The shape a GPU pass is launched with: few shapes, so that a captured pass fits most of them."""
-        longest = self.method.speculation.longest
+        """The shape a GPU pass is launched with: few shapes, so that a captured pass fits most of them.
+
+        Where slots verify when they like, a pass in which all do is launched like any mixed one.
+        """
+        longest, lockstep = self.method.speculation.longest, self.method.speculation.lockstep
         if shape.kind == "draft":
             return Shape("draft", slots, 1)
         group = self.model.spec.heads // self.model.spec.kv_heads
         widest = min(query_tile(shape.widest, group) // group, longest + 1)
         step = max(8, power_of_2(shape.tokens) // 8)  # an eighth is wasted at most
         tokens = min(-(-shape.tokens // step) * step, slots * (longest + 1))
-        return Shape(shape.kind, max(tokens, slots), widest)
+        return Shape(shape.kind if lockstep else "mixed", max(tokens, slots), widest)
 
     def _kv_tokens(self, plan: Plan, state: SlotState) -> Tensor:
         """KV tokens each row reads, averaged over layers.  # [B] fp32"""

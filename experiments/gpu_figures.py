@@ -110,7 +110,8 @@ def size_of(one: Any) -> str:
 
 
 def method_of(one: Any) -> str:
-    return f"{one['draft length']:.0f}" if pd.notna(one["draft length"]) else one["label"]
+    best = "\nbest fixed" if one["best fixed length"] == "best" else ""
+    return f"{one['draft length']:.0f}{best}" if pd.notna(one["draft length"]) else one["label"]
 
 
 def family(method: str) -> str:
@@ -149,11 +150,10 @@ def pairs(ax: Axes, panel: pd.DataFrame, label: Callable[[Any], str]) -> None:
         if pd.notna(low):
             ax.vlines(x, low, high, color="black", linewidth=0.6, zorder=4)
         text = f"{value:.2f} / {limit:.2f}" if pd.notna(limit) else f"{value:.2f}"
-        best = ", best fixed" if one["best fixed length"] == "best" else ""
-        above(ax, x, np.nanmax([value, limit, high]) + 0.025 * top, text + best)
+        above(ax, x, np.nanmax([value, limit, high]) + 0.025 * top, text)
     ax.axhline(1.0, color="black", linewidth=0.5, zorder=3)
     ax.set_xticks(range(len(rows)), [label(one) for one in rows])
     ax.tick_params(axis="x", length=0)
     ax.set_xlim(-0.6, len(rows) - 0.4)
-    ax.set_ylim(0, top * 1.4)
+    ax.set_ylim(0, top * 1.55)
     ax.set_ylabel("decode speed-up")

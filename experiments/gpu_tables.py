@@ -38,8 +38,8 @@ Columns = dict[str, int | None]  # name -> digits; None prints as it is
 PREDICTED: Columns = {"predicted speed-up": 2, "decode speed-up": 2, SPEEDUP: 2, "measured / predicted": 2}
 SIZES: Columns = {"model": None, "context": 0, "batch": 0}
 DRAWN = (
-    "Shapes evidence: random weights of the paper's architectures, acceptance emulated: drawn for each request from the "
-    "stated profile."
+    "Shapes evidence: random weights of the paper's architectures, acceptance emulated: drawn for each request from "
+    "the stated profile."
 )
 BYTES = (
     "Predicted: the speed-up that the fewest bytes of the same passes (weights once, keys and values read and written) "
