@@ -23,6 +23,7 @@ from aspire.kernels.work import Work, plan_work
 from aspire.model.spec import ModelSpec
 from aspire.policies.method import Method
 from aspire.policies.selection import Probe
+from aspire.policies.speculation import selected_blocks
 from aspire.state import SlotState
 
 WIDE_TILE = 32  # rows of a query tile up to which draft rows may share a call with verify rows
@@ -45,11 +46,11 @@ class Plan:
     @classmethod
     def of(
         cls, state: SlotState, verify: Tensor, page_size: int, tokens: int | None = None, widest: int | None = None,
-        fresh: bool = False,
+        fresh: bool = False, dense_share: float = 0.0,
     ) -> "Plan":  # fmt: skip
         """Rows of the active slots; verify [B] bool says which of them verify. None = count, which waits for them.
 
-        fresh: key a draft's noise by its column as well, see `Stepper`.
+        fresh: key a draft's noise by its column as well, see `Stepper`. dense_share: see kernels/feed.py.
         """
         verify, draft = state.active & verify, state.active & ~verify
         if tokens is None or widest is None:
@@ -57,7 +58,8 @@ class Plan:
             tokens, widest = int(width.sum()), int(width.max())
         fed = feed(
             verify, draft, state.drafted, state.length, state.last_token, state.draft_tokens, state.page_table,
-            page_size, tokens, widest, fresh,
+            selected_blocks(state) * state.block_tokens, state.tail_start, page_size, tokens, widest, fresh,
+            dense_share,
         )  # fmt: skip
         return cls(verify, draft, fed, tokens, widest)
 

@@ -167,7 +167,7 @@ class Engine:
             if not any(self.seats):
                 return finished
             self._reserve()
-            self._launch(Ahead(*self.stepper.decide(self.state).tolist()))
+            self._launch(self.stepper.look(self.state))
         flight, self._flight = self._flight, None
         assert flight is not None
         ahead = self._may_go_on()  # asked while the device works
@@ -232,7 +232,7 @@ class Engine:
             self._open()
         elif self.method.speculation.lockstep and self.passes and "D" in self.passes[-1].kinds:
             return []
-        if not self.waiting or all(self.seats):
+        if not self.waiting or all(self.seats) or self._flight is not None:
             return []
         self.launcher.settle()
         start = self.clock()
@@ -260,6 +260,7 @@ class Engine:
         """Send a slot's request back to the queue: its committed tokens stay, its drafts and pages go."""
         seat = self.seats[slot]
         assert seat is not None, f"slot {slot} is empty"
+        assert self._flight is None, "a pass is in flight: its tokens would find nobody"
         self._empty(slot)
         self.waiting.appendleft((seat.request, seat.prompt))
         self.preemptions += 1

@@ -15,17 +15,16 @@ from aspire.attention import MixedAttention, PassRows, Plan, ScoreProbe
 from aspire.cache.pool import KVPool
 from aspire.kernels.attention import query_tile
 from aspire.kernels.blocks import count_below
+from aspire.kernels.drafts import keep_drafts
 from aspire.kernels.jit import power_of_2
 from aspire.kernels.noise import DRAFT_OR_TARGET
+from aspire.kernels.report import ACCEPTED, DRAFTED, TOKENS, VERIFIED, report
 from aspire.model.decoder import Decoder
 from aspire.policies.method import Method
 from aspire.policies.selection import Selected
-from aspire.policies.speculation import selected_tokens
 from aspire.sampling import Filtered, filter_and_pick
 from aspire.state import SlotState
 from aspire.verify import Drafts, Verdict, Verification, judge
-
-VERIFIED, DRAFTED, ACCEPTED, TOKENS = 0, 1, 2, 3  # columns of a report; verified is -1 for an empty slot
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,9 @@ class Stepper:
     @torch.no_grad()
     def step(self, state: SlotState, shape: Shape) -> Tensor:
         """One pass over all active slots, as `decide` has planned it; returns its report."""
-        plan = Plan.of(state, state.verify, self.pool.page_size, shape.tokens, shape.widest, self.fresh)
-        kv_tokens = self._kv_tokens(plan, state)
+        plan = Plan.of(
+            state, state.verify, self.pool.page_size, shape.tokens, shape.widest, self.fresh, self.dense_share
+        )
         drafted, seen = state.drafted.clone(), plan.feed.position + 1
         logits, probe = self._forward(plan, state, shape.kind)
         target, picks = self._filter(plan, state, logits)
@@ -116,14 +116,21 @@ class Stepper:
         if verdict is not None:
             self._commit(plan, state, verdict)
         self._refresh(plan, state, probe, seen, shape.kind)
-        return self._report(plan, drafted, verdict, kv_tokens, self.decide(state))
+        self.decide(state)
+        return self._report(plan, state, drafted, verdict)
 
     @torch.no_grad()
-    def decide(self, state: SlotState) -> Tensor:
-        """Who verifies in the next pass, and the fields of `Ahead`.  # [4] int64"""
+    def decide(self, state: SlotState) -> None:
+        """Who verifies in the next pass."""
         state.verify.copy_(self.method.speculation.decide(state) & state.active)
+
+    @torch.no_grad()
+    def look(self, state: SlotState) -> Ahead:
+        """The next pass, decided anew after the host has changed a slot; waits for the device."""
+        self.decide(state)
         width = torch.where(state.active, torch.where(state.verify, state.drafted + 1, 1), 0)
-        return torch.stack([width.sum(), width.max(), state.verify.sum(), state.active.sum()])
+        fields = torch.stack([width.sum(), width.max(), state.verify.sum(), state.active.sum()])
+        return Ahead(*fields.tolist())
 
     def padded(self, shape: Shape, slots: int) -> Shape:
         """The shape a GPU pass is launched with: few shapes, so that a captured pass fits most of them.
@@ -138,13 +145,6 @@ class Stepper:
         step = max(8, power_of_2(shape.tokens) // 8)  # an eighth is wasted at most
         tokens = min(-(-shape.tokens // step) * step, slots * (longest + 1))
         return Shape(shape.kind if lockstep else "mixed", max(tokens, slots), widest)
-
-    def _kv_tokens(self, plan: Plan, state: SlotState) -> Tensor:
-        """KV tokens each row reads, averaged over layers.  # [B] fp32"""
-        context = plan.feed.position + plan.feed.width
-        chosen = selected_tokens(state, state.length + state.drafted)
-        drafting = (1 - self.dense_share) * chosen + self.dense_share * context
-        return torch.where(plan.verify, context, torch.where(plan.draft, drafting, 0))
 
     def _forward(self, plan: Plan, state: SlotState, kind: str) -> tuple[Tensor, ScoreProbe | None]:
         """Logits of every token of the pass [T, V], and the probe with its scores."""
@@ -180,18 +180,14 @@ class Stepper:
         """The next draft of every drafting row, with the noise of its position."""
         if not state.longest_draft:
             return
-        at, rows = plan.feed.index[:, 0], torch.arange(len(plan.draft), device=picks.device)
-        column = state.drafted.clamp(max=state.longest_draft - 1)
-        tokens, ids, probs = picks[at], dist.ids[at], dist.probs[at]
+        ids, probs = dist.ids, dist.probs
         if self.verification.draft_sampling == "greedy":
-            tokens = ids.gather(1, probs.argmax(1, keepdim=True))[:, 0]
-            probs = (ids == tokens[:, None]).float()
-        draft = plan.draft
-        state.draft_tokens[rows, column] = torch.where(draft, tokens, state.draft_tokens[rows, column])
-        if self.verification.mode == "rejection":
-            state.q_ids[rows, column] = torch.where(draft[:, None], ids, state.q_ids[rows, column])
-            state.q_probs[rows, column] = torch.where(draft[:, None], probs, state.q_probs[rows, column])
-        state.drafted.add_(draft)
+            picks = ids.gather(1, probs.argmax(1, keepdim=True))[:, 0]
+            probs = (ids == picks[:, None]).float()
+        keep_drafts(
+            plan.draft, plan.feed.index[:, 0], picks, ids, probs, state.drafted, state.draft_tokens, state.q_ids,
+            state.q_probs, self.verification.mode == "rejection",
+        )  # fmt: skip
 
     def _verify(self, plan: Plan, state: SlotState, target: Filtered, picks: Tensor) -> Verdict:
         """Judge the drafts of every row; what it says of rows that do not verify is of no use."""
@@ -238,18 +234,12 @@ class Stepper:
         scores = None if probe is None else probe.scores
         write_selection(state, due, self.method.selection.select(scores, seen, state.length + state.drafted))
 
-    def _report(self, plan: Plan, drafted: Tensor, verdict: Verdict | None, kv_tokens: Tensor, ahead: Tensor) -> Tensor:
-        """All that the host reads of a step, in one tensor: a line a slot, and `ahead` with 64 * kv_tokens."""
-        slots = len(drafted)
-        report = torch.zeros(slots + 1, TOKENS + max(plan.widest, 2), dtype=torch.int64, device=drafted.device)
-        report[:slots, VERIFIED] = torch.where(plan.feed.width > 0, plan.verify.long(), -1)
-        report[:slots, DRAFTED] = drafted
-        if verdict is not None:
-            report[:slots, ACCEPTED] = torch.where(plan.verify, verdict.accepted, 0)
-            report[:slots, TOKENS : TOKENS + verdict.tokens.shape[1]] = verdict.tokens
-        report[slots, :4] = ahead
-        report[slots, 4] = (64 * kv_tokens.double().sum()).long()
-        return report
+    def _report(self, plan: Plan, state: SlotState, drafted: Tensor, verdict: Verdict | None) -> Tensor:
+        accepted, tokens = (None, None) if verdict is None else (verdict.accepted, verdict.tokens)
+        return report(
+            plan.feed.width, plan.verify, drafted, accepted, tokens, plan.feed.kv, state.active, state.verify,
+            state.drafted,
+        )  # fmt: skip
 
 
 def says_any(report: np.ndarray, ids: set[int]) -> bool:

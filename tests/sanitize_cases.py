@@ -105,7 +105,8 @@ def fed() -> None:
         rows = len(verify)
         last, drafts, table = (torch.ones(rows, n, dtype=torch.int64, device=DEVICE) for n in (1, longest, 17))
         state = (bools(*verify), bools(*draft), ints(*drafted), ints(*length), last[:, 0].contiguous(), drafts, table)
-        feeding.feed_triton(*state, PAGE, tokens + 3, 1 + longest, fresh)
+        none = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+        feeding.feed_triton(*state, none, none, PAGE, tokens + 3, 1 + longest, fresh, 0.5)
 
 
 def planned() -> None:

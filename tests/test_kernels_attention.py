@@ -379,13 +379,17 @@ def test_feed(case: int, padding: int) -> None:
     last, drafts, table = (torch.randint(1, 97, (rows, n), generator=rng) for n in (1, longest, 70))
     state = (verify, draft, drafted, length, last[:, 0].tolist(), drafts, table)
     moved = [x.to(DEVICE) if isinstance(x, Tensor) else torch.tensor(x, device=DEVICE) for x in state]
-    how = (page, tokens + padding, widest, fresh)
+    chosen = 3 * torch.arange(rows, device=DEVICE)
+    how = (chosen, torch.zeros_like(chosen), page, tokens + padding, widest, fresh, 0.25)
     ours, twin = feed_triton(*moved, *how), feed_torch(*moved, *how)  # type: ignore[arg-type]
     for name, mine in vars(ours).items():
         theirs = getattr(twin, name)
         if name in ("row", "key"):
             mine, theirs = mine * ours.real, theirs * ours.real
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), name
+    read = [(n - 1 if v else n - 1 + d) + w for v, d, n, w in zip(verify, drafted, length, ours.width.tolist())]
+    kv = [n if v else 0.75 * (3 * r + n) + 0.25 * n if d else 0 for r, (v, d, n) in enumerate(zip(verify, draft, read))]
+    assert ours.kv.tolist() == kv
     expected = fed_by_hand(*state[:5], drafts.tolist(), table.tolist(), page, fresh)  # type: ignore[arg-type]
     fed = list(zip(*(x.tolist() for x in (ours.row, ours.ids, ours.positions, ours.entries, ours.key))))
     assert fed[: len(expected)] == expected and ours.real.tolist() == [t < len(expected) for t in range(len(fed))]

@@ -53,7 +53,7 @@ def before_each_pass(method: Method, how: Verification, new: int = 6) -> Iterato
     engine.fill_slots()
     while any(engine.seats):
         engine._reserve()
-        yield engine, Ahead(*engine.stepper.decide(engine.state).tolist())
+        yield engine, engine.stepper.look(engine.state)
         engine.step()
 
 

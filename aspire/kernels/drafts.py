@@ -1,9 +1,9 @@
 """How does a draft row keep the token it has just drawn? In the next free column of its slot, with its distribution.
 
 Contract of `keep_drafts`. draft [B] bool; at [B] int64 the token of each row in the pass; picks [T] int64, ids [T, K]
-int64 and probs [T, K] fp32 of the pass's tokens. In place, for the rows b of `draft` and for nothing else: with
-c = drafted[b] < G, draft_tokens [B, G] gets picks[at[b]] at (b, c), q_ids and q_probs [B, G, K] get ids and probs of
-at[b] (only with `keep_q`), and drafted[b] becomes c + 1.
+int64 and probs [T, K] fp32 of the pass's tokens. In place, for the rows b of `draft` and for nothing else: with c =
+drafted[b] < G, draft_tokens [B, G] gets picks[at[b]] at (b, c), q_ids and q_probs [B, G, K] get ids and probs of at[b]
+(only with `keep_q`), and drafted[b] becomes c + 1.
 """
 
 import torch

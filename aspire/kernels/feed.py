@@ -1,12 +1,14 @@
 """What does each row feed? Token ids, positions, pool entries and noise keys of a pass, from the state of its slots.
 
 Contract of `feed`. verify, draft [B] bool (never both), drafted, length, last_token [B] int64, draft_tokens [B, G]
-int64, page_table [B, P] int64; T tokens and W the widest row, static. A draft row has one token, at position length -
-1 + drafted: its newest draft, or the last committed token. A verify row has drafted + 1, from position length - 1 on.
-A row that does neither has width 0. Result: start, width, position [B]; index [B, W] the token of each query, the last
-one repeated (0 for a row of width 0 that comes first); of each token [T]: row (a padding token: some row or other),
-real, ids and positions (0 for padding), entries and key (-1 for padding), key = position + 1, or for the tokens of
-draft rows, where `fresh`, (position + 1) * G + drafted. All int64 but `real`.
+int64, page_table [B, P] int64, chosen [B] tokens of the selected blocks (on average over scopes), tail_start [B]
+int64, dense_share of the layers that draft rows read in full; T tokens and W the widest row, static. A draft row has
+one token, at position length - 1 + drafted: its newest draft, or the last committed token. A verify row has drafted +
+1, from position length - 1 on. A row that does neither has width 0. Result: start, width, position [B]; index [B, W]
+the token of each query, the last one repeated (0 for a row of width 0 that comes first); of each token [T]: row (a
+padding token: some row or other), real, ids and positions (0 for padding), entries and key (-1 for padding), key =
+position + 1, or for the tokens of draft rows, where `fresh`, (position + 1) * G + drafted. kv [B] fp32: KV tokens each
+row reads, on average over layers. All int64 but `real` and kv.
 """
 
 from dataclasses import dataclass
@@ -31,11 +33,13 @@ class Feed:
     positions: Tensor
     entries: Tensor
     key: Tensor
+    kv: Tensor
 
 
 def feed_torch(
     verify: Tensor, draft: Tensor, drafted: Tensor, length: Tensor, last_token: Tensor, draft_tokens: Tensor,
-    page_table: Tensor, page_size: int, tokens: int, widest: int, fresh: bool,
+    page_table: Tensor, chosen: Tensor, tail_start: Tensor, page_size: int, tokens: int, widest: int, fresh: bool,
+    dense_share: float,
 ) -> Feed:  # fmt: skip
     """The twin."""
     longest, device = draft_tokens.shape[1], length.device
@@ -57,16 +61,19 @@ def feed_torch(
     if fresh:
         key = torch.where(draft[row], key * longest + drafted[row], key)
     key = torch.where(real, key, -1)
+    context = position + width
+    drafting = (1 - dense_share) * (chosen + (context - tail_start)) + dense_share * context
+    kv = torch.where(verify, context, torch.where(draft, drafting, 0.0)).float()
     return Feed(
         start, width, position, index, row, real, torch.where(real, ids, 0), positions, torch.where(real, entries, -1),
-        key,
+        key, kv,
     )  # fmt: skip
 
 
 @jit
 def _feed_kernel(
-    verify, draft, drafted, length, last_token, draft_tokens, page_table, lines, index, row_of, real_of, ids_of,
-    positions_of, entries_of, key_of, rows, pages, tokens,
+    verify, draft, drafted, length, last_token, draft_tokens, page_table, chosen, tail_start, lines, index, row_of,
+    real_of, ids_of, positions_of, entries_of, key_of, kv_of, rows, pages, tokens, dense_share,
     G: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr,
     FRESH: tl.constexpr,
 ):  # fmt: skip
@@ -87,6 +94,11 @@ def _feed_kernel(
         w = tl.arange(0, WP)
         each = tl.minimum(start[:, None] + w[None, :], tl.maximum(start + width - 1, 0)[:, None])
         tl.store(index + r[:, None] * W + w[None, :], each, mask=there[:, None] & (w < W)[None, :])
+        context = (position + width).to(tl.float32)
+        selected = tl.load(chosen + r, mask=there, other=0).to(tl.float32)
+        selected += context - tl.load(tail_start + r, mask=there, other=0).to(tl.float32)
+        drafting = (1 - dense_share) * selected + dense_share * context
+        tl.store(kv_of + r, tl.where(verifies, context, tl.where(drafts, drafting, 0.0)), mask=there)
     t = program * T + tl.arange(0, T)
     end = start + width
     row = tl.sum(((end[None, :] <= t[:, None]) & there[None, :]).to(tl.int32), 1)
@@ -117,7 +129,8 @@ def _feed_kernel(
 
 def feed_triton(
     verify: Tensor, draft: Tensor, drafted: Tensor, length: Tensor, last_token: Tensor, draft_tokens: Tensor,
-    page_table: Tensor, page_size: int, tokens: int, widest: int, fresh: bool,
+    page_table: Tensor, chosen: Tensor, tail_start: Tensor, page_size: int, tokens: int, widest: int, fresh: bool,
+    dense_share: float,
 ) -> Feed:  # fmt: skip
     """The launcher; see the contract at the head of this file."""
     rows, longest = draft_tokens.shape
@@ -126,24 +139,29 @@ def feed_triton(
     index = torch.empty(rows, widest, dtype=torch.int64, device=length.device)
     each = torch.empty(5, tokens, dtype=torch.int64, device=length.device)
     real = torch.empty(tokens, dtype=torch.bool, device=length.device)
+    kv = torch.empty(rows, dtype=torch.float32, device=length.device)
     block = 32
     _feed_kernel[(triton.cdiv(tokens, block),)](
         verify.view(torch.uint8), draft.view(torch.uint8), drafted, length, last_token, draft_tokens, page_table,
-        lines, index, each[0], real.view(torch.uint8), each[1], each[2], each[3], each[4], rows, page_table.shape[1],
-        tokens, G=longest, W=widest, WP=power_of_2(widest), R=power_of_2(max(rows, 2)), T=block, PAGE=page_size,
-        FRESH=fresh,
+        chosen, tail_start, lines, index, each[0], real.view(torch.uint8), each[1], each[2], each[3], each[4], kv, rows,
+        page_table.shape[1], tokens, dense_share, G=longest, W=widest, WP=power_of_2(widest),
+        R=power_of_2(max(rows, 2)), T=block, PAGE=page_size, FRESH=fresh,
     )  # fmt: skip
     row, ids, positions, entries, key = each
-    return Feed(lines[0], lines[1], lines[2], index, row, real, ids, positions, entries, key)
+    return Feed(lines[0], lines[1], lines[2], index, row, real, ids, positions, entries, key, kv)
 
 
 def feed(
     verify: Tensor, draft: Tensor, drafted: Tensor, length: Tensor, last_token: Tensor, draft_tokens: Tensor,
-    page_table: Tensor, page_size: int, tokens: int, widest: int, fresh: bool,
+    page_table: Tensor, chosen: Tensor, tail_start: Tensor, page_size: int, tokens: int, widest: int, fresh: bool,
+    dense_share: float,
 ) -> Feed:  # fmt: skip
     """What each row feeds; see the contract at the head of this file."""
     run = feed_triton if wanted(length) else feed_torch
-    return run(verify, draft, drafted, length, last_token, draft_tokens, page_table, page_size, tokens, widest, fresh)
+    return run(
+        verify, draft, drafted, length, last_token, draft_tokens, page_table, chosen, tail_start, page_size, tokens,
+        widest, fresh, dense_share,
+    )  # fmt: skip
 
 
 CASES = [  # (verify, draft, drafted, length, longest draft, tokens, fresh)

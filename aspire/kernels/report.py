@@ -1,11 +1,11 @@
 """What does the host read of a step? One small tensor: what each row did, and what the next pass will be.
 
-Contract of `report`. Of the pass just run: width [B] int64 (0 = empty slot), verify [B] bool, drafted [B] int64 as it was
-before the pass, accepted [B] int64 and tokens [B, W] int64 of the rows that verify (None where none can), kv [B] fp32 the
-KV tokens each row has read. Of the next pass: active, ahead [B] bool (verifies) and pending [B] int64 (drafts so far).
-Result [B + 1, 3 + max(W, 2)] int64. Line b: 1 verified, 0 drafted, -1 empty; drafted; accepted (0 unless verified);
-then tokens, of which the first accepted + 1 are committed (0 where there are none). Last line: tokens that the next
-pass feeds, its widest row, verifying and active slots, 64 times the sum of kv.
+Contract of `report`. Of the pass just run: width [B] int64 (0 = empty slot), verify [B] bool, drafted [B] int64 as it
+was before the pass, accepted [B] int64 and tokens [B, W] int64 of the rows that verify (None where none can), kv [B]
+fp32 the KV tokens each row has read. Of the next pass: active, ahead [B] bool (verifies) and pending [B] int64 (drafts
+so far). Result [B + 1, 3 + max(W, 2)] int64. Line b: 1 verified, 0 drafted, -1 empty; drafted; accepted (0 unless
+verified); then tokens, of which the first accepted + 1 are committed (0 where there are none). Last line: tokens that
+the next pass feeds, its widest row, verifying and active slots, 64 times the sum of kv.
 """
 
 import torch

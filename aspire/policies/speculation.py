@@ -152,6 +152,12 @@ def expected_tokens(alpha: Tensor, longest: int) -> Tensor:
     return (alpha[:, None] ** gamma).cumsum(1)
 
 
+def selected_blocks(state: SlotState) -> Tensor:
+    """Blocks a draft row of each slot reads in a layer with a selection, averaged over scopes.  # [B]"""
+    count = state.block_count
+    return count[0] if len(count) == 1 else count.float().mean(0)
+
+
 def selected_tokens(state: SlotState, context: Tensor) -> Tensor:
-    """Tokens a draft row of each slot reads in a layer with a selection, averaged over scopes.  # [B] fp32"""
-    return state.block_count.float().mean(0) * state.block_tokens + (context - state.tail_start)
+    """Tokens a draft row of each slot reads in a layer with a selection, its tail included.  # [B]"""
+    return selected_blocks(state) * state.block_tokens + (context - state.tail_start)
