@@ -317,7 +317,7 @@ class Engine:
         self.seats.take(slot, request, pages, shared)
         self._seat_state(slot, request)
         self.seats.map_pages(slot, self.state.page_table, 0)
-        if self.method.refresh.due("prefill"):
+        if self.longest and self.method.refresh.due("prefill"):
             self._select_from_prompt(slot, prompt, request.length)
         self.state.adopt(self.method.speculation.start(self.state, slot))
 

@@ -156,6 +156,8 @@ class Stepper:
 
     def _due(self, plan: Plan, kind: str) -> Tensor | None:
         """The rows after which the selection is recomputed, None where it never is in such a pass.  # [B] bool"""
+        if not self.method.speculation.longest:  # who never drafts has no use for a selection
+            return None
         verify = plan.verify if self.method.refresh.due("verify") and kind != "draft" else None
         draft = plan.draft if self.method.refresh.due("draft") and kind != "verify" else None
         if verify is None or draft is None:

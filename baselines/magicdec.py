@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aspire.kernels.select import top_blocks
-from aspire.policies.selection import Probe, Selected, Selection, share, share_of
+from aspire.policies.selection import Probe, Selected, Selection, share
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SnapKV(Selection):
         return Probe("all", None, "group_mean", prefill_queries=self.window)
 
     def capacity(self, max_len: int) -> int:
-        return max(share_of(max_len, self.ratio), self.floor)
+        return max(share(max_len, self.ratio), self.floor)
 
     def budget(self, length: Tensor) -> Tensor:
         return share(length, self.ratio).clamp(min=self.floor)
@@ -73,7 +73,8 @@ class SnapKV(Selection):
     def select(self, scores: Tensor | None, seen: Tensor, length: Tensor) -> Selected:
         assert scores is not None, "SnapKV needs scores"
         tail_start = (seen - self.window).clamp(min=0)
-        candidates = scores * (torch.arange(scores.shape[-1], device=scores.device) < tail_start[:, None])
+        before = torch.arange(scores.shape[-1], device=scores.device) < tail_start[:, None]
+        candidates = torch.where(before, scores, 0)
         pooled = torch.nn.functional.avg_pool1d(candidates, self.kernel, stride=1, padding=self.kernel // 2)
         blocks, count = top_blocks(pooled, self.budget(seen) - self.window, tail_start, self.capacity(scores.shape[-1]))
         return Selected(blocks, count, tail_start)

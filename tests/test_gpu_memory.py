@@ -25,7 +25,7 @@ from aspire.cache.pool import KVPool
 from aspire.engine import Engine
 from aspire.memory import Work, plan_memory
 from aspire.model import Decoder, ModelSpec, random_weights
-from aspire.policies import Method
+from aspire.policies import Fixed, Method
 from aspire.prefill import prefill, random_prompt
 from aspire.request import Request
 from aspire.settings import EngineSettings, Sampling
@@ -185,11 +185,8 @@ def opened(model: Decoder, method: Method, capacity: int, live: int) -> Engine:
 def test_d14_time_follows_the_live_length_not_the_capacity(name: str) -> None:
     """D14: room for 131,072 tokens with 2,048 live takes at most 10 % longer than room for 4,096; kinds apart."""
     model, method = wide_model(), BY_NAME[name]
-    method = (
-        method
-        if name == "autoregressive"
-        else replace(method, selection=replace(method.selection, block=16, floor=512, recent=128))
-    )  # type: ignore[type-var]  # noqa: E501
+    if name == "aspire_fixed":
+        method = replace(method, selection=replace(method.selection, floor=512, recent=128))  # type: ignore[type-var]
     engines = [opened(model, method, capacity, 2048) for capacity in (131_072, 4096)]
     for _ in range(10):  # in turn, so that drift meets both
         for engine in engines:
@@ -203,6 +200,38 @@ def test_d14_time_follows_the_live_length_not_the_capacity(name: str) -> None:
         engine.close()
     slower = {kind: spans[0][kind] / spans[1][kind] for kind in kinds}
     assert all(ratio <= 1.1 for ratio in slower.values()), slower
+
+
+@NEEDS_CUDA
+def test_b12_a_draft_length_of_zero_costs_what_plain_decoding_costs() -> None:
+    """B12: the same graphs, kernels and selection-free passes, within 2 % of autoregressive decoding."""
+    model = wide_model()
+    never = replace(BY_NAME["aspire_fixed"], speculation=Fixed(0))
+    engines = [opened(model, method, 8192, 4096) for method in (BY_NAME["autoregressive"], never)]
+    for _ in range(10):
+        for engine in engines:
+            for _ in range(12):
+                engine.step()
+    plain, zero = (median(p.seconds for p in engine.passes) for engine in engines)
+    shapes = [set(engine.launcher.graphs.captured) for engine in engines]  # type: ignore[union-attr]
+    for engine in engines:
+        engine.close()
+    assert shapes[0] == shapes[1] and abs(zero / plain - 1) <= 0.02, (plain, zero)
+
+
+@NEEDS_CUDA
+def test_b10_the_first_timed_pass_is_like_the_others() -> None:
+    """B10: after `prepare` and a few passes nothing is compiled or captured any more, and no pass stands out."""
+    engine = opened(wide_model(), BY_NAME["autoregressive"], 8192, 4096)
+    for run in range(2):
+        for _ in range(8):
+            engine.step()
+        engine.passes = []
+        for _ in range(40):
+            engine.step()
+        times = [p.seconds for p in engine.passes]
+        assert engine.graph_misses == 0 and abs(times[0] / median(times) - 1) <= 0.1, (run, times[0], median(times))
+    engine.close()
 
 
 # -- many jobs ---------------------------------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ A selection never touches attention: it declares a `Probe`, the engine delivers 
 that one budget serves every block size.
 """
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -52,14 +53,13 @@ class Selected:
     tail_start: Tensor
 
 
-def share(count: Tensor, ratio: float) -> Tensor:
-    """ceil(count * ratio) as on paper: a product that is whole but for rounding does not go up.  # int64"""
-    return (count.double() * ratio - 1e-6).ceil().long()
+Count = TypeVar("Count", int, Tensor)
 
 
-def share_of(count: int, ratio: float) -> int:
-    """`share` of one number, for sizes the host knows: a captured graph may not copy it to the device."""
-    return math.ceil(count * ratio - 1e-6)
+def share(count: Count, ratio: float) -> Count:
+    """ceil(count * ratio) with the ratio as it is written: 0.07 is seven hundredths, whatever its binary form."""
+    exact = Fraction(ratio).limit_denominator(10**6)
+    return (count * exact.numerator + exact.denominator - 1) // exact.denominator
 
 
 class Selection(ABC):
@@ -132,17 +132,17 @@ class TopBlocks(Selection):
 
     def budget(self, length: Tensor) -> Tensor:
         """Blocks to read of a context of `length` tokens.  # [R]"""
-        return share(self.ceil_blocks(length), self.ratio).clamp(min=-(-self.floor // self.block))
+        return share(self.ceil_blocks(length), self.ratio).clamp(min=self.ceil_blocks(self.floor))
 
-    def ceil_blocks(self, tokens: Tensor) -> Tensor:
-        return -(-tokens // self.block)
+    def ceil_blocks(self, tokens: Count) -> Count:
+        return tokens if self.block == 1 else (tokens + self.block - 1) // self.block
 
     def capacity(self, max_len: int) -> int:
-        return max(share_of(-(-max_len // self.block), self.ratio), -(-self.floor // self.block))
+        return max(share(self.ceil_blocks(max_len), self.ratio), self.ceil_blocks(self.floor))
 
     def select(self, scores: Tensor | None, seen: Tensor, length: Tensor) -> Selected:
         assert scores is not None, "TopBlocks needs scores"
-        last = self.ceil_blocks(length) - -(-self.recent // self.block)
+        last = self.ceil_blocks(length) - self.ceil_blocks(self.recent)
         limit = torch.minimum(seen // self.block, last).clamp(min=0)  # blocks before the tail
         tail_start = limit * self.block
         take = self.budget(length)
@@ -163,5 +163,5 @@ class TopBlocks(Selection):
             summed = padded.view(s, r, -1, self.block).sum(-1)
         if self.sinks:
             summed = summed.clone() if summed is scores else summed
-            summed[..., : -(-self.sinks // self.block)] = float("inf")
+            summed[..., : self.ceil_blocks(self.sinks)] = float("inf")
         return summed
