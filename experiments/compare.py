@@ -22,6 +22,7 @@ from aspire.policies import Method
 from aspire.request import Request
 from experiments.config import MAX_FIT
 from experiments.environment import copy_tb_s, device_name, synchronise
+from experiments.gate import force, judge
 from experiments.layout import lay_out, make_method, resolve
 from experiments.loading import Config, free_cached
 from experiments.outcome import Entry, Window, conclude
@@ -90,6 +91,8 @@ def measure(entries: list[Entry], config: Config, report: Report) -> None:
                 bar.set_postfix_str(f"repeat {repeat + 1} {entry.cell.method}")
                 attempt(entry, lambda entry=entry: entry.windows.append(run_window(session, entry)))
                 bar.update()
+    if config["protocol"]["gate"]:
+        hold_to_full_attention(entries, session, config["protocol"]["gate"])
     finish(entries, session)
 
 
@@ -233,6 +236,22 @@ def fill(engine: Engine, session: Session, supply: Iterator[int], requests: list
             requests.append(request)
             engine.submit(request, prompt)
         engine.fill_slots()
+
+
+def hold_to_full_attention(entries: list[Entry], session: Session, texts: int) -> None:
+    """The near-tie gate over the first texts of each method, beside those of plain decoding where it ran."""
+    plain = next((e for e in entries if e.method and not e.method.speculation.longest and e.windows), None)
+    count = min(texts, len(session.items))
+    for entry in entries:
+        if entry.error is not None or entry.method is None:
+            continue
+        said, other = ([r.output_ids for r in e.windows[0].requests[:count]] for e in (entry, plain or entry))
+        count = min(count, len(said), len(other))
+        width = max(entry.method.speculation.longest + 1, 2)
+        kept = session.prompts[:count]
+        entry.gate = judge(force(session.model, session.pool, kept, said[:count], width, other[:count]))
+        if not entry.gate.passed:
+            entry.error = f"texts are not those of full attention: {entry.gate.as_record()}"
 
 
 def finish(entries: list[Entry], session: Session) -> None:

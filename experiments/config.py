@@ -103,6 +103,7 @@ class ProtocolConf:
     prompt_kv: str = "prefill"
     warmup_passes: int = MISSING
     repeats: int = MISSING
+    gate: int = 0
 
 
 @dataclass

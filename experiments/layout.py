@@ -48,6 +48,8 @@ def resolve(config: Config) -> Config:
         section, key = path.split(".")
         if config[section][key] not in options:
             raise ValueError(f"{path} is {config[section][key]!r}{nearest(str(config[section][key]), list(options))}")
+    if config["protocol"]["gate"] and config["sampling"]["temperature"] > 0:
+        raise ValueError("protocol.gate is for greedy texts; add sampling=greedy verification=greedy")
     engine = dict(config["engine"])
     if engine["device"] == "auto":
         engine["device"] = "cuda" if torch.cuda.is_available() else "cpu"

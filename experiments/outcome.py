@@ -12,6 +12,7 @@ from aspire.policies import Method
 from aspire.request import Request
 from experiments.benchmarks import data_hash
 from experiments.environment import copy_tb_s, environment
+from experiments.gate import Gate
 from experiments.loading import Config
 from experiments.metrics import fewest_bytes, summarise, tpot_ms
 from experiments.records import (
@@ -54,6 +55,7 @@ class Entry:
     calibration: calibrate.Calibration | None = None
     windows: list[Window] = field(default_factory=list)
     session: Session | None = None
+    gate: Gate | None = None
     error: str | None = None
 
 
@@ -106,6 +108,7 @@ def measured_record(entry: Entry, name: str, lines: list[RequestLine]) -> Record
         "graph_misses": sum(w.graph_misses for w in entry.windows),
         "pass_bytes": weight_bytes_read(session),
         "kv_bytes": layout.spec.kv_bytes_per_token(layout.settings.dtype),
+        "gate": None if entry.gate is None else entry.gate.as_record(),
     }  # fmt: skip
     return Record(
         cell_id=name, status="ok",

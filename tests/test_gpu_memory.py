@@ -19,6 +19,7 @@ import pytest
 import torch
 from methods import METHODS, WARM, prompts, requests
 from on_gpu import BY_NAME, CUDA, DEVICE, GPU, NEEDS_CUDA, build, fixed, model_on, spec_of
+from test_shapes import configs
 from tiny import tiny_spec
 
 from aspire.cache.pool import KVPool
@@ -30,6 +31,7 @@ from aspire.prefill import prefill, random_prompt
 from aspire.request import Request
 from aspire.settings import EngineSettings, Sampling
 from aspire.verify import Emulation, Verification
+from experiments.compare import run_comparison
 from experiments.environment import synchronise
 
 pytestmark = GPU
@@ -269,6 +271,30 @@ from aspire.kernels.norm import rms_norm_triton
 x = torch.ones(3, 64, device="cuda")
 print(float(rms_norm_triton(x, torch.ones(64, device="cuda"), 0.0).sum()))
 """
+
+
+SIZED = (
+    "{model_type:qwen3,vocab_size:32000,hidden_size:512,num_hidden_layers:4,num_attention_heads:8,"
+    "num_key_value_heads:8,head_dim:64,intermediate_size:1024,rms_norm_eps:1e-6,rope_theta:10000.0,"
+    "max_position_embeddings:32768,tie_word_embeddings:true}"
+)
+
+
+@NEEDS_CUDA
+def test_b15_a_cells_peak_is_its_own(tmp_path: Path) -> None:
+    """B15: a large batch and a small one, in both orders, in one process: each peak is the same within 2 %."""
+    words = {
+        "model.shape": SIZED, "model.dtype": "bfloat16", "benchmark.source.context": "20000", "engine.device": "cuda",
+        "protocol.repeats": "1",
+    }  # fmt: skip
+    peaks: dict[str, list[float]] = {"8": [], "2": []}
+    for number, batch in enumerate(("8", "2", "2", "8")):
+        made = configs(tmp_path, ["autoregressive"], batch=batch, **words)
+        (record,) = run_comparison(made, tmp_path / str(number), lambda line: None)
+        assert record.status == "ok" and record.metrics.peak_gib is not None, record.error
+        peaks[batch].append(record.metrics.peak_gib)
+    print(peaks)
+    assert all(max(each) <= 1.02 * min(each) for each in peaks.values()) and peaks["8"][0] > 2 * peaks["2"][0]
 
 
 def kernel_process(cache: Path) -> subprocess.Popen:

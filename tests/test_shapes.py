@@ -11,6 +11,7 @@ from experiments.bench_gpu import SUITES, configs_for, line_of, predict, words_f
 from experiments.benchmarks import Shapes
 from experiments.check import check
 from experiments.config import CONF, for_method, plain, register
+from experiments.gate import Gate
 from experiments.layout import lay_out, make_method, resolve
 from experiments.loading import Config, shape_spec, unload
 from experiments.metrics import compared, predicted_speedup, predicted_tok_s, speedup
@@ -192,3 +193,25 @@ def test_every_cell_of_the_gpu_benchmark_composes(suite: str, tmp_path: Path) ->
                     assert config["benchmark"]["source"]["context"] + answer <= shape_spec(config["model"]).max_len
             words = words_for(bench, ["batch=3", "acceptance=measured"], tmp_path)
             assert "batch=3" in words and "acceptance=measured" in words
+
+
+def test_greedy_texts_are_held_to_full_attention(tmp_path: Path) -> None:
+    """The gate's counts are in the record, and a text that full attention does not say fails its cell."""
+    greedy = {"sampling": "greedy", "verification": "greedy", "acceptance": "measured", "protocol__gate": "2"}
+    made = configs(
+        tmp_path, ["autoregressive", "vegas"], protocol__prompt_kv="prefill", protocol__repeats="1", **greedy
+    )
+    for record in compare.run_comparison(made, tmp_path / "cells", lambda line: None):
+        assert record.status == "ok", record.error
+        gate = (record.protocol or {})["gate"]
+        assert gate["passed"] and gate["tokens"] >= 2 * 10 and not gate["wrong"] and not gate["parted_wrong"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "judge", lambda forced: Gate(tokens=9, wrong=1))
+        (record,) = compare.run_comparison(made[:1], tmp_path / "again", lambda line: None)
+    assert record.status == "failed" and "full attention" in (record.error or "")
+
+
+def test_the_gate_is_for_greedy_texts(tmp_path: Path) -> None:
+    (config,) = configs(tmp_path, ["vegas"], protocol__gate="2")
+    with pytest.raises(ValueError, match="sampling=greedy"):
+        resolve(config)
