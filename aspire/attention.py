@@ -72,10 +72,11 @@ class PassRows:
     """
 
     def __init__(
-        self, plan: Plan, state: SlotState, method: Method, spec: ModelSpec, page_size: int, kind: str
-    ) -> None:
+        self, plan: Plan, state: SlotState, method: Method, spec: ModelSpec, pool: KVPool, kind: str
+    ) -> None:  # fmt: skip
         """kind: "draft", "verify" or "mixed", what rows the pass has."""
-        self.plan, self.state, self.spec, self.page_size, self.kind = plan, state, spec, page_size, kind
+        self.plan, self.state, self.spec, self.kind = plan, state, spec, kind
+        self.page_size, self.itemsize = pool.page_size, pool.k.element_size()
         self.scope = method.selection.scope
         self.dense_layers = frozenset(method.refresh.dense_layers(spec.layers))
         self.on_gpu = wanted(state.length)
@@ -145,7 +146,7 @@ class PassRows:
 
     def _plan(self, width: Tensor, widest: int, count: Tensor | None = None) -> list[Work]:
         spec = self.spec
-        tune = tuning(len(width), widest, self.group, spec.kv_heads, count is None)
+        tune = tuning(len(width), widest, self.group, spec.kv_heads, count is None, self.itemsize)
         device = width.device
         pieces, slots = budget(tune, device, spec.kv_heads, spec.head_dim), slots_of(tune, device, spec.head_dim)
         if count is None:
@@ -186,7 +187,8 @@ class ScoreProbe:
         self.taps: Taps | None = None
         if on_gpu:
             # fp16 keeps a logit to three digits and a half, at half of the traffic; fp32 models keep all.
-            kind = torch.float32 if pool.k.dtype == torch.float32 else torch.float16
+            exact = pool.k.dtype == torch.float32 or spec.qkv_bias  # biased heads have logits of hundreds
+            kind = torch.float32 if exact else torch.float16
             logits = torch.empty(*self.queries.shape, spec.heads, length, dtype=kind, device=chosen.device)
             lse = torch.empty(plan.tokens, spec.heads, device=chosen.device)
             self.taps = Taps(chosen, self.every, logits, lse)

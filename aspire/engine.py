@@ -14,10 +14,11 @@ import torch
 from aspire.cache.pages import OutOfPages, PageList
 from aspire.cache.pool import KVPool
 from aspire.graphs import Flight, Landing, Launcher, masked
+from aspire.kernels.jit import wanted
 from aspire.kernels.noise import DRAFT_OR_TARGET, RESIDUAL
 from aspire.model.decoder import Decoder
 from aspire.policies.method import Method
-from aspire.prefill import Prompt, prefill, prompt_scores
+from aspire.prefill import KEPT_QUERIES, Prompt, prefill, prompt_scores
 from aspire.request import Request
 from aspire.sampling import filter_logits, pick
 from aspire.seats import Seats
@@ -68,6 +69,9 @@ class Engine:
         """Raises ValueError where the settings exceed the model's context, or the method does not fit the model."""
         if settings.max_len > model.spec.max_len:
             raise ValueError(f"max_len {settings.max_len} exceeds the model's context of {model.spec.max_len} tokens")
+        device = torch.device(settings.device)
+        if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+            raise ValueError(f"device {settings.device} is not the current one; choose it with CUDA_VISIBLE_DEVICES")
         self.model, self.settings, self.clock = model, settings, clock
         self.method = method or Method()
         self.verification = verification or Verification()
@@ -208,18 +212,22 @@ class Engine:
         return True
 
     def prepare(self) -> None:
-        """Capture the passes that this method can come to, so that none waits for it later; does nothing on a CPU."""
+        """Capture the passes that this method can come to, so that none waits for it later; does nothing on a CPU.
+
+        The slots must have been filled once: their requests say how large the state is.
+        """
+        assert self._opened_for, "fill the slots first"
         if self.launcher.graphs is None:
             return
         slots, longest = self.settings.slots, self.longest
-        wanted = [Shape("draft", slots, 1)] if longest else []
+        shapes = [Shape("draft", slots, 1)] if longest else []
         if self.method.speculation.lockstep:
-            wanted.append(Shape("verify", slots * (longest + 1), longest + 1))
+            shapes += [Shape("verify", active * (longest + 1), longest + 1) for active in range(1, slots + 1)]
         else:
             for width in range(1, longest + 2):
-                wanted += [Shape("mixed", tokens, width) for tokens in range(slots + width - 1, slots * width + 1)]
-        shapes = {self.stepper.padded(shape, slots) for shape in wanted}
-        for shape in sorted(shapes, key=lambda s: -s.tokens):  # the widest first: the others fit into its memory
+                shapes += [Shape("mixed", tokens, width) for tokens in range(width, slots * width + 1)]
+        padded = {self.stepper.padded(shape, slots) for shape in shapes}
+        for shape in sorted(padded, key=lambda s: -s.tokens):  # the widest first: the others fit into its memory
             if shape not in self.launcher.graphs.captured:
                 self.launcher.graphs.capture(shape)
 
@@ -285,8 +293,11 @@ class Engine:
 
     def _open(self) -> None:
         """Device state sized for the waiting requests; the last batch's, cleared, if that fits."""
+        self._candidates = max(self._candidates, self._opened_for)
         if self._opened_for == self._candidates:
             return
+        if self._opened_for:  # captured passes and the old state go before the new ones come
+            del self.launcher, self.stepper, self.state
         self._opened_for = self._candidates
         spec, selection, s = self.model.spec, self.method.selection, self.settings
         longest = s.max_len + self.longest
@@ -296,7 +307,7 @@ class Engine:
             selection.capacity(longest), selection.block,
             self._candidates if self.verification.mode == "rejection" else 1, s.device,
         )  # fmt: skip
-        captures = s.device.startswith("cuda") if s.graphs is None else s.graphs
+        captures = wanted(state.length) if s.graphs is None else s.graphs  # the torch twins wait for the device
         self.launcher = Launcher(
             lambda shape: stepper.step(state, shape), lambda: masked(state.active, state.verify), s.device, captures,
             self.clock,
@@ -309,6 +320,8 @@ class Engine:
         if prompt is None or len(ids) > prompt.length:
             done = 0 if prompt is None else prompt.length
             prompt = prefill(self.model, self.pool, ids, self.settings.prefill_chunk, pages, done)
+            if shared is not None:  # windows of queries reach back before what was just run
+                prompt.queries = torch.cat([shared.queries, prompt.queries], 1)[:, -KEPT_QUERIES:]
         if not request.output_ids:
             request.append([self._first_token(request, prompt)])
         if request.finished:
@@ -325,7 +338,9 @@ class Engine:
         """The token after the prompt, by the same rule and noise as every later token."""
         s = request.sampling
         seed, position, top_k = torch.tensor([[s.seed], [prompt.length], [s.top_k]], device=prompt.logits.device)
-        temperature, top_p = torch.tensor([[s.temperature], [s.top_p]], device=prompt.logits.device)
+        temperature, top_p = torch.tensor(
+            [[s.temperature], [s.top_p]], dtype=torch.float32, device=prompt.logits.device
+        )
         dist = filter_logits(prompt.logits[None], temperature, top_k, top_p, self._candidates)
         purpose = RESIDUAL if self.verification.mode == "rejection" else DRAFT_OR_TARGET
         return int(pick(dist, seed, position, purpose))

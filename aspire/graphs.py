@@ -10,11 +10,18 @@ import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+@cache
+def capture_stream() -> Any:
+    """One for all captures: cuBLAS keeps a workspace for every stream it has seen."""
+    return torch.cuda.Stream()
 
 
 @dataclass
@@ -29,7 +36,6 @@ class Graphs:
     misses: int = 0
     captured: dict[Hashable, tuple[Any, Tensor]] = field(default_factory=dict)
     pool: Any = None
-    stream: Any = None
 
     def __call__(self, shape: Hashable) -> Tensor:
         """Launch a captured pass; its report is overwritten by the next pass of the same shape."""
@@ -40,22 +46,26 @@ class Graphs:
     def capture(self, shape: Hashable) -> None:
         """Prepare a shape; what the slots hold stays as it is."""
         with self.idle():
-            self.stream = self.stream or torch.cuda.Stream()
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
+            side = capture_stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
                 self.run(shape)
-            torch.cuda.current_stream().wait_stream(self.stream)
+            torch.cuda.current_stream().wait_stream(side)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what the eager run took: replays never use it
             graph = torch.cuda.CUDAGraph()
+            collects = gc.isenabled()
             gc.disable()  # nothing may be freed on the device during a capture
             try:
-                with torch.cuda.stream(self.stream):
+                with torch.cuda.stream(side):
                     graph.capture_begin(*([] if self.pool is None else [self.pool]))
-                    report = self.run(shape)
-                    graph.capture_end()
+                    try:
+                        report = self.run(shape)
+                    finally:
+                        graph.capture_end()
             finally:
-                gc.enable()
+                if collects:
+                    gc.enable()
             self.pool = self.pool or graph.pool()
         self.captured[shape] = (graph, report)
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from aspire.kernels.attention import budget, query_tile, slots_of, tuning
+from aspire.kernels.filter import WIDEST
+from aspire.kernels.jit import power_of_2
 from aspire.kernels.work import pieces_of
 from aspire.model.spec import ModelSpec
 from aspire.policies.method import Method
@@ -114,16 +116,19 @@ def plan_memory(
             "prompts' queries, logits": sum(_prompt_bytes(spec, settings.dtype, n) for n in work.prompt_tokens),
         }
     )
-    passes: Counter[str] = Counter()
-    for method, slots in methods:
+    passes = [pass_bytes(spec, settings, method, slots, work.candidates) for method, slots in methods]
+    for (method, slots), own in zip(methods, passes, strict=True):
         parts.update(state_bytes(spec, settings, method, slots, verification, work.candidates))
-        passes.update(pass_bytes(spec, settings, method, slots, work.candidates))
-    parts.update(passes)
+        parts.update(own)
     before = max(
         _prefill_bytes(spec, settings, work) if work.prefills else 0,
         max(_prompt_selection_bytes(spec, settings.dtype, method, work.longest) for method, _ in methods),
     )
-    parts["prefill beyond passes"] = max(0, before - passes.total())
+    if settings.device.startswith("cuda") and settings.graphs is not False:
+        # Captured passes lend their memory to nobody: neither to a prefill, nor to the run before the next capture.
+        parts["prefill or capture"] = max(before, *(own.total() for own in passes))
+    else:
+        parts["prefill beyond passes"] = max(0, before - sum(own.total() for own in passes))
     return MemoryPlan(dict(parts))
 
 
@@ -177,7 +182,12 @@ def pass_bytes(spec: ModelSpec, settings: EngineSettings, method: Method, slots:
     context = -(-(settings.max_len + longest) // settings.page_size) * settings.page_size
     on_gpu = settings.device.startswith("cuda")
     logit_size = size if on_gpu else 4 + size
-    parts = Counter({"logits": tokens * (spec.vocab_size * logit_size + 2 * 12 * candidates + SCRATCH)})
+    parts = Counter(
+        {
+            "logits": tokens
+            * (spec.vocab_size * logit_size + (2 * 12 if candidates <= WIDEST else 64) * candidates + SCRATCH)
+        }
+    )
     parts["activations"] = tokens * _activation_bytes(spec, size)
     parts["attention"] = _attention_bytes(spec, settings, slots, longest, context)
     probe, selection = method.selection.probe, method.selection
@@ -203,11 +213,11 @@ def _attention_bytes(spec: ModelSpec, settings: EngineSettings, slots: int, long
     if not settings.device.startswith("cuda"):
         return 2 * slots * context * spec.heads * spec.head_dim * settings.dtype.itemsize
     m = query_tile(longest + 1, spec.heads // spec.kv_heads)
-    tune = tuning(slots, longest + 1, spec.heads // spec.kv_heads, spec.kv_heads, True)
+    tune = tuning(slots, longest + 1, spec.heads // spec.kv_heads, spec.kv_heads, True, settings.dtype.itemsize)
     device = torch.device(settings.device)
     pieces = budget(tune, device, spec.kv_heads, spec.head_dim)
     pieces = pieces_of(pieces, slots, slots_of(tune, device, spec.head_dim))
-    return pieces * spec.kv_heads * m * (max(16, spec.head_dim) + 1) * 4
+    return pieces * spec.kv_heads * m * (max(16, power_of_2(spec.head_dim)) + 1) * 4
 
 
 def _score_bytes(

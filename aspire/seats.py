@@ -54,12 +54,15 @@ class Seats(list[Seat | None]):
         return self._reserve(slot, seat, page_table, seat.request.length + self.longest)
 
     def run_ahead(self, slot: int, page_table: Tensor, needed: int) -> bool:
-        """Pages for `needed` tokens, and for some more while there are plenty; False where the pool is short."""
+        """Pages for `needed` tokens, and for some more while every slot could still have a round; False if short."""
         seat = self[slot]
         assert seat is not None
         last = len(seat.request.prompt_ids) + seat.request.max_new_tokens + self.longest
-        ahead = min(needed + TOKENS_AHEAD, last)
-        return self._reserve(slot, seat, page_table, ahead) or self._reserve(slot, seat, page_table, needed)
+        allocator, ahead = self.pool.allocator, min(needed + TOKENS_AHEAD, last)
+        more = allocator.pages_for(ahead) - len(seat.pages.pages)
+        if allocator.free_pages - more < len(self) * allocator.pages_for(2 * self.longest + 1):
+            ahead = needed
+        return self._reserve(slot, seat, page_table, ahead)
 
     def _reserve(self, slot: int, seat: Seat, page_table: Tensor, tokens: int) -> bool:
         held = len(seat.pages.pages)

@@ -148,8 +148,8 @@ class Stepper:
 
     def _forward(self, plan: Plan, state: SlotState, kind: str) -> tuple[Tensor, ScoreProbe | None]:
         """Logits of every token of the pass [T, V], and the probe with its scores."""
-        fed, spec, page = plan.feed, self.model.spec, self.pool.page_size
-        groups = PassRows(plan, state, self.method, spec, page, kind)
+        fed = plan.feed
+        groups = PassRows(plan, state, self.method, self.model.spec, self.pool, kind)
         probe = self._probe(plan, groups, kind)
         attend = MixedAttention(self.pool, fed.entries, groups, probe)
         return self.model.logits(self.model(fed.ids, fed.positions, attend)), probe

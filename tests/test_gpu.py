@@ -164,7 +164,7 @@ def test_a29_low_bits_follow_from_the_split_alone(dtype: torch.dtype) -> None:
 
     How a row is cut depends on all rows of the batch: the share of work that a piece takes is what fills the device.
     """
-    page, context, kv_heads, dim, tile = 16, 8192, 2, 64, tuning(1, 5, 2, 2, True).tile
+    page, context, kv_heads, dim, tile = 16, 8192, 2, 64, tuning(1, 5, 2, 2, True, torch.finfo(dtype).bits // 8).tile
     pages = context // page
     rng = torch.Generator(DEVICE).manual_seed(0)
     k, v = torch.randn(2, 33 * pages * page, kv_heads, dim, device=DEVICE, dtype=dtype, generator=rng)

@@ -10,7 +10,7 @@ On a GPU the same read can leave the logits of some queries behind (`Taps`), fro
 scores that a selection is chosen by.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -279,12 +279,16 @@ def query_tile(widest: int, group: int) -> int:
     return max(16, power_of_2(widest * group))
 
 
-def tuning(rows: int, widest: int, group: int, kv_heads: int, dense: bool) -> Tuning:
-    """How a call is run: by its query tile, and by whether rows verify, draft, or do either."""
+def tuning(rows: int, widest: int, group: int, kv_heads: int, dense: bool, itemsize: int = 2) -> Tuning:
+    """How a call is run: by its query tile, and by whether rows verify, draft, or do either.
+
+    itemsize: bytes of a number in the cache; the table is for 2, and more of them take tiles of half the keys.
+    """
     kind = "dense" if dense else "mixed" if widest > 1 else "drafts"
     if kind == "drafts" and not 64 < rows * kv_heads < 256:  # either too few lines to fill a GPU, or plenty
         kind = "many drafts"
-    return TUNED.get((query_tile(widest, group), kind), Tuning(32, 8, 2, 8))
+    tune = TUNED.get((query_tile(widest, group), kind), Tuning(32, 8, 2, 8))
+    return tune if itemsize <= 2 else replace(tune, tile=tune.tile // 2)
 
 
 def budget(tune: Tuning, device: torch.device, kv_heads: int, dim: int) -> int:
@@ -330,7 +334,7 @@ def mixed_attention_triton(
     assert all(x.is_contiguous() for x in (rows.start, rows.width, rows.position, rows.page_table))
     assert q.shape[1] % kv_heads == 0 and k_cache.stride() == v_cache.stride() and k_cache.stride(-1) == 1
     m, page = query_tile(rows.widest, group), rows.page_size
-    tune = tune or tuning(len(rows.start), rows.widest, group, kv_heads, rows.selection is None)
+    tune = tune or tuning(len(rows.start), rows.widest, group, kv_heads, rows.selection is None, q.element_size())
     work = rows.work or plan_rows(rows, group, kv_heads, dim, tune)
     assert work.tile == tune.tile, "planned for another tile"
     chosen, d = rows.selection, max(16, power_of_2(dim))

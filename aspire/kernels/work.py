@@ -92,10 +92,10 @@ def _plan_kernel(
             most = tl.maximum(most, tl.load(count + (plan * heads + head) * rows + r, mask=there, other=0))
         head_tiles = tl.where(chosen & (w > 0), (most * unit + TILE - 1) // TILE, 0)
         tail -= tl.where(chosen, tl.load(tail_start + r, mask=there, other=0), 0)
-    tiles = head_tiles + tl.where(w > 0, (tail + TILE - 1) // TILE, 0)
+    tiles = (head_tiles + tl.where(w > 0, (tail + TILE - 1) // TILE, 0)).to(tl.int32)  # divided often
     total = tl.maximum(tl.sum(tiles, 0), 1)
     number, share = tiles * 0, tiles * 0 + 1
-    least = total * 0 + 4611686018427387904
+    least = total * 0 + 2147483647
     for eighths in range(LOW, HIGH):
         several = (tiles * (budget * eighths // 8) + total // 2) // total
         count_now = tl.where(tiles > 0, tl.maximum(several, 1), 0)
