@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra import initialize_config_dir
 from rich.console import Console
 from rich.table import Table
@@ -195,6 +196,8 @@ def main(arguments: list[str]) -> int:
     benches = [bench for bench in SUITES[suite] if own["only"] in bench.name]
     if not benches:
         raise ValueError(f"no cell of suite {suite} has {own['only']!r} in its name")
+    if not torch.cuda.is_available() and not any(word.startswith("engine.device=") for word in words):
+        raise ValueError("no GPU found; engine.device=cpu runs the suite on the CPU all the same")
     words = [f"protocol.repeats={own['repeats']}", *words]
     out = Path(own["out"] or f"runs/bench-gpu-{suite}-{datetime.now():%Y-%m-%d_%H-%M-%S}-{UNIQUE}")
     with initialize_config_dir(str(CONF), version_base="1.3"):

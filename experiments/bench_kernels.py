@@ -380,7 +380,7 @@ def main(words: list[str]) -> None:
     out = out or Path(f"runs/bench-kernels-{datetime.now():%Y-%m-%d_%H-%M-%S}-{UNIQUE}")
     out.mkdir(parents=True, exist_ok=True)
     result = run("tune" in words)
-    (out / "bench_kernels.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / "kernels.json").write_text(json.dumps(result, indent=1) + "\n")
     result.pop("tune", None)
     print(json.dumps(result))
 

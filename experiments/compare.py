@@ -239,19 +239,25 @@ def fill(engine: Engine, session: Session, supply: Iterator[int], requests: list
 
 
 def hold_to_full_attention(entries: list[Entry], session: Session, texts: int) -> None:
-    """The near-tie gate over the first texts of each method, beside those of plain decoding where it ran."""
+    """The near-tie gate over the first texts of each method, beside those of plain decoding where it ran.
+
+    As many texts as the smallest batch has slots at most: the pool has room for no more answers.
+    """
     plain = next((e for e in entries if e.method and not e.method.speculation.longest and e.windows), None)
-    count = min(texts, len(session.items))
-    for entry in entries:
-        if entry.error is not None or entry.method is None:
-            continue
+    count = min(texts, len(session.items), *session.layout.batches)
+
+    def hold(entry: Entry) -> None:
+        assert entry.method is not None
         said, other = ([r.output_ids for r in e.windows[0].requests[:count]] for e in (entry, plain or entry))
-        count = min(count, len(said), len(other))
-        width = max(entry.method.speculation.longest + 1, 2)
-        kept = session.prompts[:count]
-        entry.gate = judge(force(session.model, session.pool, kept, said[:count], width, other[:count]))
+        asked = [i for i, (text, twin) in enumerate(zip(said, other)) if text and twin]
+        width, kept = max(entry.method.speculation.longest + 1, 2), [session.prompts[i] for i in asked]
+        texts, twins = [said[i] for i in asked], [other[i] for i in asked]
+        entry.gate = judge(force(session.model, session.pool, kept, texts, width, twins))
         if not entry.gate.passed:
-            entry.error = f"texts are not those of full attention: {entry.gate.as_record()}"
+            raise ValueError(f"texts are not those of full attention: {entry.gate.as_record()}")
+
+    for entry in entries:
+        attempt(entry, lambda entry=entry: hold(entry))
 
 
 def finish(entries: list[Entry], session: Session) -> None:

@@ -197,6 +197,8 @@ def check_overrides(arguments: list[str]) -> None:
         swept = override.is_sweep_override()
         for option in override.sweep_string_iterator() if swept else [override.value()]:
             _check_option(override.key_or_group, option)
+            if override.key_or_group == "batch":
+                check_batch(int(option) if str(option).isdigit() else option)
     try:
         known = [*groups(), *_keys(plain_keys(compose("config", selecting)))]
         for override in parsed:

@@ -68,7 +68,7 @@ SHEETS = {
         },
         "Plain decoding on random weights beside vLLM on the same GPU in the same hour: median of the repeats, slowest "
         "and fastest. HBM efficiency: fewest bytes of the passes / copy bandwidth / their time. Host gap: share of the "
-        "timed window in which the GPU had nothing to run.",
+        "timed window that lies between passes.",
     ),
     "shapes": Sheet(
         "gpu_shapes",
@@ -76,7 +76,7 @@ SHEETS = {
             "model": None, "context": 0, "batch mode": None, "batch": 0, "baseline batch": 0, "method": None,
             "acceptance source": None, ROUND: 2, "decode tok/s": 1, **PREDICTED, "host gap": 4, "peak GiB": 2,
         },
-        f"{DRAWN} {BYTES} Batch mode max_fit: each method runs the largest batch that fits it.",
+        f"{DRAWN} {BYTES} Batch mode max_fit: each method runs what fits it, less one share for all, so that all fit.",
     ),
     "hetero": Sheet(
         "gpu_hetero",

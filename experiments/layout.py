@@ -48,8 +48,11 @@ def resolve(config: Config) -> Config:
         section, key = path.split(".")
         if config[section][key] not in options:
             raise ValueError(f"{path} is {config[section][key]!r}{nearest(str(config[section][key]), list(options))}")
-    if config["protocol"]["gate"] and config["sampling"]["temperature"] > 0:
-        raise ValueError("protocol.gate is for greedy texts; add sampling=greedy verification=greedy")
+    gate, emulated = config["protocol"]["gate"], config["acceptance"]["profile"] != "measured"
+    if gate < 0 or (gate and (config["sampling"]["temperature"] > 0 or emulated)):
+        raise ValueError("protocol.gate is for greedy texts, measured: sampling=greedy verification=greedy")
+    if config["model"]["weights"] == "real" and config["benchmark"]["source"]["_target_"].endswith("Shapes"):
+        raise ValueError("benchmark=shapes asks random ids, it is for model.weights=random; real weights read text")
     engine = dict(config["engine"])
     if engine["device"] == "auto":
         engine["device"] = "cuda" if torch.cuda.is_available() else "cpu"
@@ -145,7 +148,7 @@ def fit_batches(
     settings = engine_settings(with_batch(config, 1), spec, longest + config["benchmark"]["max_new_tokens"])
 
     def plan(sized: list[tuple[Method, int]]) -> MemoryPlan:
-        lengths = (longest,) * max(batch for _, batch in sized)
+        lengths = (longest,) * max(len(items), *(batch for _, batch in sized))
         return plan_of(config, spec, settings, sized, verification, lengths)
 
     def together(batch: int) -> MemoryPlan:

@@ -148,7 +148,7 @@ SAME = (*KNOWN, "model", "batch", "sampling", "engine settings", "output policy"
 
 
 Passes = Sequence[dict[str, Any]]
-OWN = ("warmup_passes", "graph_misses", "planned_gib")  # of the protocol, a method's own
+OWN = ("warmup_passes", "graph_misses", "planned_gib", "gate_counts")  # of the protocol, a method's own
 
 
 def compared(record: Record) -> dict[str, Any]:

@@ -95,7 +95,8 @@ def measured_record(entry: Entry, name: str, lines: list[RequestLine]) -> Record
     session = entry.session
     assert session is not None
     config, device = entry.config, session.settings.device
-    timing = timing_of(entry.windows, session.prefill_s, device.startswith("cuda"))
+    filled = config["protocol"]["prompt_kv"] == "random"  # nothing was prefilled
+    timing = timing_of(entry.windows, None if filled else session.prefill_s, bool(session.settings.graphs))
     times = [entry.windows[0].decode_s.get(line.id, 0.0) for line in lines]
     peaks = [w.peak_gib for w in entry.windows if w.peak_gib is not None]
     efficiency = hbm_efficiency(entry, session) if device.startswith("cuda") else None
@@ -108,7 +109,7 @@ def measured_record(entry: Entry, name: str, lines: list[RequestLine]) -> Record
         "graph_misses": sum(w.graph_misses for w in entry.windows),
         "pass_bytes": weight_bytes_read(session),
         "kv_bytes": layout.spec.kv_bytes_per_token(layout.settings.dtype),
-        "gate": None if entry.gate is None else entry.gate.as_record(),
+        "gate_counts": None if entry.gate is None else entry.gate.as_record(),
     }  # fmt: skip
     return Record(
         cell_id=name, status="ok",
@@ -119,8 +120,11 @@ def measured_record(entry: Entry, name: str, lines: list[RequestLine]) -> Record
     )  # fmt: skip
 
 
-def timing_of(windows: list[Window], prefill_s: float, on_gpu: bool) -> Timing:
-    """prefill_s: the shared prefill of all prompts; pass times are means over all windows."""
+def timing_of(windows: list[Window], prefill_s: float | None, captured: bool) -> Timing:
+    """prefill_s: the shared prefill of all prompts; pass times are means over all windows.
+
+    captured: passes were launched whole, so that what they leave of the window is idle time; else that is not known.
+    """
 
     def mean_ms(kind: str) -> float | None:
         each = [1e3 * p.seconds for w in windows for p in w.passes if p.kind == kind]
@@ -130,7 +134,7 @@ def timing_of(windows: list[Window], prefill_s: float, on_gpu: bool) -> Timing:
     return Timing(
         prefill_s=prefill_s, decode_s=median(seconds), passes=len(windows[0].passes), draft_pass_ms=mean_ms("draft"),
         verify_pass_ms=mean_ms("verify"), mixed_pass_ms=mean_ms("mixed"),
-        host_gap=1 - sum(p.seconds for w in windows for p in w.passes) / sum(seconds) if on_gpu else None,
+        host_gap=1 - sum(p.seconds for w in windows for p in w.passes) / sum(seconds) if captured else None,
         repeats=Repeats(decode_s=seconds),
     )  # fmt: skip
 

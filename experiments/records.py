@@ -145,7 +145,7 @@ class Metrics(Section):
 
 
 class Record(Section):
-    """One cell. protocol and calibration are free-form: they are shown, compared whole, and never computed with."""
+    """One cell. protocol and calibration are free-form; metrics.py says what of them is compared."""
 
     schema_version: Literal[1] = Field(SCHEMA, alias="schema")
     cell_id: str

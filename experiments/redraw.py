@@ -31,8 +31,9 @@ def redraw(root: Path, out: Path = RESULTS) -> list[Path]:
 
 
 def find_fig1(root: Path) -> list[Path]:
-    """Cells of figure 1: all but those of GPU runs."""
-    return [folder for folder in find_records(root) if root / GPU not in folder.parents]
+    """Cells of figure 1: all but those of GPU runs and those that show shapes alone."""
+    own = [folder for folder in find_records(root) if root / GPU not in folder.parents]
+    return [folder for folder in own if read_record(folder).cell.evidence == "real"]
 
 
 def redraw_fig1(folders: list[Path], out: Path) -> list[Path]:

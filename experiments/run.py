@@ -49,14 +49,26 @@ def resumable(configs: list[Config], out: Path) -> list[Record]:
             continue
         if config["batch"] != MAX_FIT:
             config = with_batch(config, config["batch"])
-        settled = SETTLED if config["batch"] != MAX_FIT else SETTLED | {"batch", "benchmark", "protocol"}
-        wanted, had = ({k: v for k, v in c.items() if k not in settled} for c in (config, record.config))
+        wanted, had = unsettled(config, config), unsettled(record.config, config)
         changed = sorted(k for k in {*wanted, *had} if wanted.get(k) != had.get(k))
         if changed:
             raise ValueError(
                 f"{out} holds results of another config ({', '.join(changed)} differ); choose another output_dir"
             )
         kept.append(record)
+    return kept
+
+
+def unsettled(config: Config, asked: Config) -> Config:
+    """A config without what a run settles: of the sizes that `asked` leaves to the memory, and of the window."""
+    kept = {k: v for k, v in config.items() if k not in SETTLED}
+    if asked["protocol"]["tokens_per_slot"]:
+        kept["protocol"] = {k: v for k, v in kept["protocol"].items() if k != "window_tokens"}
+    if asked["batch"] == MAX_FIT:
+        source = asked["benchmark"]["source"]
+        own = {k: v for k, v in config["benchmark"]["source"].items() if source.get(k) != MAX_FIT}
+        kept["benchmark"] = {**config["benchmark"], "source": own}
+        del kept["batch"]
     return kept
 
 

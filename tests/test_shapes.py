@@ -134,7 +134,7 @@ def test_a_run_at_max_fit_records_its_batches_and_resumes(tmp_path: Path, monkey
 
 def test_random_prompts_on_real_weights_are_refused(tmp_path: Path) -> None:
     (config,) = configs(tmp_path, ["autoregressive"], model__weights="real", acceptance="measured")
-    with pytest.raises(ValueError, match=r"prompt_kv=random is for model.weights=random"):
+    with pytest.raises(ValueError, match=r"is for model.weights=random"):
         resolve(config)
 
 
@@ -203,7 +203,7 @@ def test_greedy_texts_are_held_to_full_attention(tmp_path: Path) -> None:
     )
     for record in compare.run_comparison(made, tmp_path / "cells", lambda line: None):
         assert record.status == "ok", record.error
-        gate = (record.protocol or {})["gate"]
+        gate = (record.protocol or {})["gate_counts"]
         assert gate["passed"] and gate["tokens"] >= 2 * 10 and not gate["wrong"] and not gate["parted_wrong"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "judge", lambda forced: Gate(tokens=9, wrong=1))
