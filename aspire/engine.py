@@ -24,7 +24,7 @@ from aspire.sampling import filter_logits, pick
 from aspire.seats import Seats
 from aspire.settings import EngineSettings
 from aspire.state import SlotState
-from aspire.step import Ahead, Shape, StepOutput, Stepper, says_any
+from aspire.step import Ahead, StepOutput, Stepper, says_any
 from aspire.verify import Verification
 
 
@@ -219,15 +219,7 @@ class Engine:
         assert self._opened_for, "fill the slots first"
         if self.launcher.graphs is None:
             return
-        slots, longest = self.settings.slots, self.longest
-        shapes = [Shape("draft", slots, 1)] if longest else []
-        if self.method.speculation.lockstep:
-            shapes += [Shape("verify", active * (longest + 1), longest + 1) for active in range(1, slots + 1)]
-        else:
-            for width in range(1, longest + 2):
-                shapes += [Shape("mixed", tokens, width) for tokens in range(width, slots * width + 1)]
-        padded = {self.stepper.padded(shape, slots) for shape in shapes}
-        for shape in sorted(padded, key=lambda s: -s.tokens):  # the widest first: the others fit into its memory
+        for shape in self.stepper.shapes(self.settings.slots):
             if shape not in self.launcher.graphs.captured:
                 self.launcher.graphs.capture(shape)
 

@@ -146,6 +146,17 @@ class Stepper:
         tokens = min(-(-shape.tokens // step) * step, slots * (longest + 1))
         return Shape(shape.kind if lockstep else "mixed", max(tokens, slots), widest)
 
+    def shapes(self, slots: int) -> list[Shape]:
+        """All shapes that a pass over up to `slots` slots is launched with, the widest first: others fit its memory."""
+        longest = self.method.speculation.longest
+        found = [Shape("draft", slots, 1)] if longest else []
+        if self.method.speculation.lockstep:
+            found += [Shape("verify", active * (longest + 1), longest + 1) for active in range(1, slots + 1)]
+        else:
+            for width in range(1, longest + 2):
+                found += [Shape("mixed", tokens, width) for tokens in range(width, slots * width + 1)]
+        return sorted({self.padded(shape, slots) for shape in found}, key=lambda shape: -shape.tokens)
+
     def _forward(self, plan: Plan, state: SlotState, kind: str) -> tuple[Tensor, ScoreProbe | None]:
         """Logits of every token of the pass [T, V], and the probe with its scores."""
         fed = plan.feed

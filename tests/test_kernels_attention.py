@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aspire.kernels import feed as feeding
 from aspire.kernels import work as planning
 from aspire.kernels.attention import (
     BlockSet,
@@ -23,7 +22,6 @@ from aspire.kernels.attention import (
     query_tile,
 )
 from aspire.kernels.blocks import count_below_torch, count_below_triton, resolve_torch, resolve_triton, unit_of
-from aspire.kernels.feed import feed_torch, feed_triton
 from aspire.kernels.jit import triton
 from aspire.kernels.scores import HEAD_REDUCTIONS, probe_scores, reduce_scores
 from aspire.kernels.work import Work, plan_work, plan_work_torch, plan_work_triton, row_tiles
@@ -348,56 +346,6 @@ def test_pieces_cover_every_tile_once(plans: list[list[int]], budget: int) -> No
             *equal, last = [end - begin for _, begin, end in real[first : first + number]] or [0]
             assert len(set(equal)) <= 1 and (not equal or last <= equal[0])
             assert number <= max(1, (wanted[row] * budget + sum(wanted) // 2) // max(1, sum(wanted)))
-
-
-# -- what each row feeds ----------------------------------------------------------------------------------------------
-
-
-def fed_by_hand(
-    verify: list[bool], draft: list[bool], drafted: list[int], length: list[int], last: list[int],
-    drafts: list[list[int]], table: list[list[int]], page: int, fresh: bool,
-) -> list[tuple[int, int, int, int, int]]:  # fmt: skip
-    """(row, id, position, entry, key) of each token, straight from the contract."""
-    tokens = []
-    for r in range(len(verify)):
-        for j in range(drafted[r] + 1) if verify[r] else [drafted[r]] if draft[r] else []:
-            at = length[r] - 1 + j
-            key = (at + 1) * len(drafts[r]) + drafted[r] if fresh and draft[r] else at + 1
-            entry = table[r][at // page] * page + at % page
-            tokens.append((r, last[r] if j == 0 else drafts[r][j - 1], at, entry, key))
-    return tokens
-
-
-@needs_triton
-@pytest.mark.parametrize("padding", [0, 3, 40])
-@pytest.mark.parametrize("case", range(len(feeding.CASES)))
-def test_feed(case: int, padding: int) -> None:
-    """Kernel against twin and a loop; ids, positions and entries of padding are 0, 0 and -1, and its row exists."""
-    verify, draft, drafted, length, longest, tokens, fresh = feeding.CASES[case]
-    rows, page, widest = len(verify), 4, 1 + longest
-    rng = torch.Generator().manual_seed(case)
-    last, drafts, table = (torch.randint(1, 97, (rows, n), generator=rng) for n in (1, longest, 70))
-    state = (verify, draft, drafted, length, last[:, 0].tolist(), drafts, table)
-    moved = [x.to(DEVICE) if isinstance(x, Tensor) else torch.tensor(x, device=DEVICE) for x in state]
-    chosen = 3 * torch.arange(rows, device=DEVICE)
-    how = (chosen, torch.zeros_like(chosen), page, tokens + padding, widest, fresh, 0.25)
-    ours, twin = feed_triton(*moved, *how), feed_torch(*moved, *how)  # type: ignore[arg-type]
-    for name, mine in vars(ours).items():
-        theirs = getattr(twin, name)
-        if name in ("row", "key"):
-            mine, theirs = mine * ours.real, theirs * ours.real
-        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), name
-    read = [(n - 1 if v else n - 1 + d) + w for v, d, n, w in zip(verify, drafted, length, ours.width.tolist())]
-    kv = [n if v else 0.75 * (3 * r + n) + 0.25 * n if d else 0 for r, (v, d, n) in enumerate(zip(verify, draft, read))]
-    assert ours.kv.tolist() == kv
-    expected = fed_by_hand(*state[:5], drafts.tolist(), table.tolist(), page, fresh)  # type: ignore[arg-type]
-    fed = list(zip(*(x.tolist() for x in (ours.row, ours.ids, ours.positions, ours.entries, ours.key))))
-    assert fed[: len(expected)] == expected and ours.real.tolist() == [t < len(expected) for t in range(len(fed))]
-    assert all(token[1:4] == (0, 0, -1) and 0 <= token[0] < rows for token in fed[len(expected) :])
-    for r, (start, width) in enumerate(zip(ours.start.tolist(), ours.width.tolist())):
-        assert [t for t, token in enumerate(expected) if token[0] == r] == list(range(start, start + width))
-        if width:
-            assert ours.index[r].tolist() == [start + min(w, width - 1) for w in range(widest)]
 
 
 # -- blocks ---------------------------------------------------------------------------------------------------------

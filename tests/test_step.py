@@ -4,6 +4,7 @@ A GPU launches passes of few shapes, so most carry padding, and captures them wi
 """
 
 import copy
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -200,3 +201,21 @@ def test_a_pass_through_the_kernels_is_that_of_the_twins(name: str, mode: str, m
                 assert_like(tried(stepper, engine.state, stepper.padded(shape, 4)), plain)
     print(left, engine.stepper)
     assert not any(left.values()), left
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+def test_every_shape_is_foreseen(method: Method) -> None:
+    """Whatever slots hold and draft, the pass is launched in one of the shapes that were captured beforehand."""
+    slots, longest = 5, method.speculation.longest
+    stepper = Stepper(model_of("llama"), None, method, Verification("coupled"), 1)  # type: ignore[arg-type]
+    known, rng = set(stepper.shapes(slots)), random.Random(0)
+    for _ in range(300):
+        active = rng.randint(1, slots)
+        if method.speculation.lockstep:
+            all_draft = longest > 0 and rng.random() < 0.5
+            verifying, widths = (0, [1] * active) if all_draft else (active, [longest + 1] * active)
+        else:
+            verifying = rng.randint(0, active) if longest else active
+            widths = [rng.randint(1, longest + 1) for _ in range(verifying)] + [1] * (active - verifying)
+        ahead = Ahead(sum(widths), max(widths), verifying, active)
+        assert stepper.padded(ahead.shape, slots) in known, ahead
