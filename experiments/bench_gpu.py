@@ -20,12 +20,24 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.compare import run_comparison
-from experiments.config import CONF, METHODS, UNIQUE, check_overrides, for_method, nearest, plain, refuse, register
+from experiments.config import (
+    CONF,
+    METHODS,
+    UNIQUE,
+    check_overrides,
+    for_method,
+    nearest,
+    plain,
+    refuse,
+    register,
+    split,
+)
 from experiments.loading import Config
 from experiments.metrics import predicted_speedup, ratio, speedup
 from experiments.records import PASSES, Record, claim_dir, find_records, read_record
 
 BASELINE = "autoregressive"
+OWN = {"suite": "autoregressive", "out": "", "repeats": "1", "only": ""}  # words that are no overrides
 WINDOW = 64  # tokens that a slot commits in a window: the passes of plain decoding
 
 
@@ -173,23 +185,10 @@ def print_table(lines: list[dict[str, Any]]) -> None:
     Console(width=160).print(table)
 
 
-def split(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Our own keys, and the overrides for every cell."""
-    own = {"suite": "autoregressive", "out": "", "repeats": "1", "only": ""}
-    rest = []
-    for word in arguments:
-        key, _, value = word.partition("=")
-        if key in own:
-            own[key] = value
-        else:
-            rest.append(word)
-    return own, rest
-
-
 def main(arguments: list[str]) -> int:
     """Run a suite; returns how many cells failed. Raises ValueError for bad arguments, before any work."""
     register()
-    own, words = split(arguments)
+    own, words = split(arguments, OWN)
     suite = own["suite"]
     if suite not in SUITES:
         raise ValueError(f"unknown suite {suite!r}{nearest(suite, list(SUITES))}")

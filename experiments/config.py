@@ -253,6 +253,18 @@ def _short(error: Exception) -> str:
     return re.sub(r"\s+", " ", " ".join(lines[:2]))
 
 
+def split(arguments: list[str], defaults: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """A script's own `key=value` words over their defaults, and the rest: overrides for Hydra."""
+    own, rest = dict(defaults), []
+    for word in arguments:
+        key, _, value = word.partition("=")
+        if key in own:
+            own[key] = value
+        else:
+            rest.append(word)
+    return own, rest
+
+
 def refuse(error: Exception) -> None:
     """One clear line, then out."""
     print(f"error: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from experiments.config import CONF, METHODS, UNIQUE, check_overrides, nearest, refuse, register
+from experiments.config import CONF, METHODS, UNIQUE, check_overrides, nearest, refuse, register, split
 from experiments.environment import gpu_gib
 from experiments.records import claim_dir
 from experiments.redraw import redraw
@@ -68,19 +68,6 @@ def choose_profile(wanted: str) -> str:
     return wanted
 
 
-def split(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Our own keys, and the overrides for every panel."""
-    own = {"profile": "auto", "output_dir": ""}
-    rest = []
-    for word in arguments:
-        key, _, value = word.partition("=")
-        if key in own:
-            own[key] = value
-        else:
-            rest.append(word)
-    return own, rest
-
-
 def run_panel(panel: Panel, profile: str, overrides: list[str], out: Path) -> None:
     """Measure all methods on one workload."""
     words = [f"model={panel.model}", f"benchmark={panel.benchmark}", f"experiment=fig1_{profile}", *panel.overrides]
@@ -94,7 +81,7 @@ def run_panel(panel: Panel, profile: str, overrides: list[str], out: Path) -> No
 def main(arguments: list[str]) -> int:
     """Run a profile; returns how many cells failed. Raises ValueError for bad arguments, before any work."""
     register()
-    own, overrides = split(arguments)
+    own, overrides = split(arguments, {"profile": "auto", "output_dir": ""})
     profile = choose_profile(own["profile"])
     stamp = f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{UNIQUE}"
     out = Path(own["output_dir"] or f"runs/fig1-{profile}-{stamp}")

@@ -394,8 +394,7 @@ def test_local_file_can_replace_the_hub_on_the_command_line(tokenizer, tmp_path,
     overrides = ("path=json", "name=null", 'template="{context} Question: {question}"', f"data_files=['{path}']")
     overrides += ("expected_rows=8", "min_tokens=1", "requests=null", "answer_field=answer")
     with initialize_config_dir(str(CONF.resolve()), version_base=None):
-        config = compose(
-            overrides=["+benchmark=longbench_16k", "+seed=123", *(f"benchmark.source.{text}" for text in overrides)]
-        )
+        words = ["+benchmark=longbench_16k", "+seed=123", *(f"benchmark.source.{text}" for text in overrides)]
+        config = compose(overrides=words)
     items = instantiate(config.benchmark.source).build(tokenizer, 4096, 64)
     assert len(items) == 8 and " Question: What is in {braces}?" in tokenizer.decode(items[0].prompt_ids)

@@ -18,9 +18,8 @@ from aspire.engine import Engine
 from aspire.policies import Method, Selection
 from aspire.request import Request
 from aspire.settings import EngineSettings
-from experiments.bench_gpu import SUITES
-from experiments.bench_gpu import split as split_bench_gpu
-from experiments.config import CONF, check_overrides, choices, register
+from experiments.bench_gpu import OWN, SUITES
+from experiments.config import CONF, check_overrides, choices, register, split
 
 ROOT = CONF.parent
 README = (ROOT / "README.md").read_text()
@@ -119,7 +118,7 @@ def test_make_arguments_are_overrides() -> None:
         for target, arguments in shown:
             words = arguments.split()
             if target == "bench-gpu":
-                own, words = split_bench_gpu(words)
+                own, words = split(words, OWN)
                 assert own["suite"] in SUITES
             check_overrides(words)
 

@@ -29,18 +29,6 @@ EPS = 1e-6
 needs_triton = pytest.mark.skipif(triton is None, reason="no Triton here")
 
 
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory is NaN, so that an output which a kernel leaves unwritten shows."""
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def poison(x: Tensor) -> Tensor:
-        return x.fill_(NAN) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch, "empty", lambda *a, **kw: poison(empty(*a, **kw)))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **kw: poison(empty_like(*a, **kw)))
-
-
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 

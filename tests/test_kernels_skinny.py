@@ -21,18 +21,7 @@ EPS = 1e-6
 needs_triton = pytest.mark.skipif(triton is None, reason="no Triton here")
 SMALL = Tile(16, 64, 3, 4)  # several steps of K
 TILES = (None, SMALL, Tile(32, 64, 3, 2, split=2))
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory is NaN, so that an output which a kernel leaves unwritten shows."""
-    empty = torch.empty
-
-    def poison(*a: object, **kw: object) -> Tensor:
-        x: Tensor = empty(*a, **kw)  # type: ignore[call-overload]
-        return x.fill_(float("nan")) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch, "empty", poison)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:

@@ -29,18 +29,7 @@ NAN = float("nan")
 # The products with the weights are computed otherwise for another number of rows: values of up to about 4, in fp32.
 NEAR = {"rtol": 1e-5, "atol": 2e-5, "equal_nan": True}
 MODES = {"coupled": Verification(), "rejection": Verification("rejection")}
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory is NaN: what nobody writes, the attention of padding above all, must not get into anything."""
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def poison(x: Tensor) -> Tensor:
-        return x.fill_(NAN) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch, "empty", lambda *a, **kw: poison(empty(*a, **kw)))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **kw: poison(empty_like(*a, **kw)))
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def before_each_pass(method: Method, how: Verification, new: int = 6) -> Iterator[tuple[Engine, Ahead]]:
