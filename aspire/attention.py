@@ -230,8 +230,10 @@ class MixedAttention:
         q = store_heads(heads, k_cache, v_cache, self.entries)
         out = torch.empty_like(q)
         taps = None if self.probe is None else self.probe.taps_of(layer)
-        for rows in self.groups(layer):
-            mixed_attention(q, k_cache, v_cache, rows, out, taps)
+        calls = self.groups(layer)
+        for rows in calls:
+            then = heads.then if rows is calls[-1] else None
+            mixed_attention(q, k_cache, v_cache, rows, out, taps, then)
         if self.probe is not None:
             self.probe.collect(layer, q)
         return out

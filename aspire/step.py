@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aspire.attention import MixedAttention, PassRows, Plan, ScoreProbe
+from aspire.beside import beside, rejoin
 from aspire.cache.pool import KVPool
 from aspire.kernels.attention import query_tile
 from aspire.kernels.blocks import count_below
@@ -105,18 +106,23 @@ class Stepper:
         plan = Plan.of(
             state, state.verify, self.pool.page_size, shape.tokens, shape.widest, self.fresh, self.dense_share
         )
-        drafted, seen = state.drafted.clone(), plan.feed.position + 1
-        logits, probe = self._forward(plan, state, shape.kind)
-        target, picks = self._filter(plan, state, logits)
-        verdict = None
-        if shape.kind != "draft":
-            verdict = self._verify(plan, state, target, picks)
+        drafted, verdict = state.drafted.clone(), None
+        hidden, probe = self._forward(plan, state, shape.kind)
+        state.drafted.add_(plan.draft)
+        ahead = shape.kind == "draft" and not self.method.speculation.reads_drafts
+        if ahead:  # the next pass follows from counts: it is decided while the tokens are sampled
+            with beside(hidden.device):
+                self._look_ahead(plan, state, probe, shape.kind)
+        target, picks = self._filter(plan, state, self.model.logits(hidden))
         if shape.kind != "verify":
-            self._append_drafts(plan, state, target, picks)
-        if verdict is not None:
+            self._append_drafts(plan, state, drafted, target, picks)
+        if shape.kind != "draft":
+            verdict = self._verify(plan, state, drafted, target, picks)
             self._commit(plan, state, verdict)
-        self._refresh(plan, state, probe, seen, shape.kind)
-        self.decide(state)
+        if ahead:
+            rejoin(hidden.device)
+        else:
+            self._look_ahead(plan, state, probe, shape.kind)
         return self._report(plan, state, drafted, verdict)
 
     @torch.no_grad()
@@ -158,12 +164,12 @@ class Stepper:
         return sorted({self.padded(shape, slots) for shape in found}, key=lambda shape: -shape.tokens)
 
     def _forward(self, plan: Plan, state: SlotState, kind: str) -> tuple[Tensor, ScoreProbe | None]:
-        """Logits of every token of the pass [T, V], and the probe with its scores."""
+        """Hidden states of every token of the pass [T, E], and the probe with its scores."""
         fed = plan.feed
         groups = PassRows(plan, state, self.method, self.model.spec, self.pool, kind)
         probe = self._probe(plan, groups, kind)
         attend = MixedAttention(self.pool, fed.entries, groups, probe)
-        return self.model.logits(self.model(fed.ids, fed.positions, attend)), probe
+        return self.model(fed.ids, fed.positions, attend), probe
 
     def _due(self, plan: Plan, kind: str) -> Tensor | None:
         """The rows after which the selection is recomputed, None where it never is in such a pass.  # [B] bool"""
@@ -189,8 +195,8 @@ class Stepper:
             plan.feed.key, DRAFT_OR_TARGET,
         )  # fmt: skip
 
-    def _append_drafts(self, plan: Plan, state: SlotState, dist: Filtered, picks: Tensor) -> None:
-        """The next draft of every drafting row, with the noise of its position."""
+    def _append_drafts(self, plan: Plan, state: SlotState, column: Tensor, dist: Filtered, picks: Tensor) -> None:
+        """The next draft of every drafting row, with the noise of its position, in its column [B]."""
         if not state.longest_draft:
             return
         ids, probs = dist.ids, dist.probs
@@ -198,11 +204,11 @@ class Stepper:
             picks = ids.gather(1, probs.argmax(1, keepdim=True))[:, 0]
             probs = (ids == picks[:, None]).float()
         keep_drafts(
-            plan.draft, plan.feed.index[:, 0], picks, ids, probs, state.drafted, state.draft_tokens, state.q_ids,
+            plan.draft, plan.feed.index[:, 0], picks, ids, probs, column, state.draft_tokens, state.q_ids,
             state.q_probs, self.verification.mode == "rejection",
         )  # fmt: skip
 
-    def _verify(self, plan: Plan, state: SlotState, target: Filtered, picks: Tensor) -> Verdict:
+    def _verify(self, plan: Plan, state: SlotState, drafted: Tensor, target: Filtered, picks: Tensor) -> Verdict:
         """Judge the drafts of every row; what it says of rows that do not verify is of no use."""
         columns = plan.widest - 1
         index = plan.feed.index.flatten()
@@ -210,7 +216,7 @@ class Stepper:
         if self.verification.mode == "rejection":
             q = Filtered(state.q_ids[:, :columns], state.q_probs[:, :columns])
         drafts = Drafts(
-            state.draft_tokens[:, :columns], state.drafted.clamp(max=columns), state.seed, state.length, state.rounds, q
+            state.draft_tokens[:, :columns], drafted.clamp(max=columns), state.seed, state.length, state.rounds, q
         )
         return judge(self.verification, target.rows(index), drafts, picks[index].view(-1, plan.widest))
 
@@ -239,13 +245,19 @@ class Stepper:
         kept = count_below(state.blocks, state.block_count, tail // block)
         state.block_count.copy_(torch.where(verified, kept, state.block_count))
 
-    def _refresh(self, plan: Plan, state: SlotState, probe: ScoreProbe | None, seen: Tensor, kind: str) -> None:
+    def _look_ahead(self, plan: Plan, state: SlotState, probe: ScoreProbe | None, kind: str) -> None:
+        """What the next pass reads, and who verifies in it."""
+        self._refresh(plan, state, probe, kind)
+        self.decide(state)
+
+    def _refresh(self, plan: Plan, state: SlotState, probe: ScoreProbe | None, kind: str) -> None:
         """Recompute the selection of the rows whose turn it is, for the length after this step."""
         due = self._due(plan, kind)
         if due is None:
             return
         scores = None if probe is None else probe.scores
-        write_selection(state, due, self.method.selection.select(scores, seen, state.length + state.drafted))
+        seen, length = plan.feed.position + 1, state.length + state.drafted
+        write_selection(state, due, self.method.selection.select(scores, seen, length))
 
     def _report(self, plan: Plan, state: SlotState, drafted: Tensor, verdict: Verdict | None) -> Tensor:
         accepted, tokens = (None, None) if verdict is None else (verdict.accepted, verdict.tokens)

@@ -175,8 +175,8 @@ def test_a20_a_row_that_rejects_all_beside_one_that_accepts_all(poison: bool, mo
     """A20, engine: k = 4, row 0 accepts 4 and row 1 none, for more than ten rounds; row 1 says what it says alone."""
     healthy = Stepper._append_drafts
 
-    def spoil(self: Stepper, plan: Plan, state: SlotState, dist: Filtered, picks: Tensor) -> None:
-        healthy(self, plan, state, dist, picks)
+    def spoil(self: Stepper, plan: Plan, state: SlotState, column: Tensor, dist: Filtered, picks: Tensor) -> None:
+        healthy(self, plan, state, column, dist, picks)
         state.draft_tokens[1] = (state.draft_tokens[1] + (state.drafted[1] > 0).long()) % 97
 
     monkeypatch.setattr(Stepper, "_append_drafts", spoil)

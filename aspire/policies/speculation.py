@@ -39,10 +39,13 @@ class Speculation(ABC):
     """Base of all speculation policies. `longest` bounds the draft length: buffers and page reservations follow it.
 
     A lockstep policy drafts past a request's last token rather than leave the batch's rhythm; the others stop in time.
+    reads_drafts: whether `decide` looks at draft_tokens, q_ids or q_probs. Where it does not, a GPU decides while the
+    newest of them are still being sampled.
     """
 
     longest: int
     lockstep: bool = False
+    reads_drafts: bool = False
 
     @abstractmethod
     def wants_verify(self, state: SlotState) -> Tensor:
