@@ -230,10 +230,8 @@ class MixedAttention:
         q = store_heads(heads, k_cache, v_cache, self.entries)
         out = torch.empty_like(q)
         taps = None if self.probe is None else self.probe.taps_of(layer)
-        calls = self.groups(layer)
-        for rows in calls:
-            then = heads.then if rows is calls[-1] else None
-            mixed_attention(q, k_cache, v_cache, rows, out, taps, then)
+        for rows in self.groups(layer):
+            mixed_attention(q, k_cache, v_cache, rows, out, taps)
         if self.probe is not None:
             self.probe.collect(layer, q)
         return out

@@ -19,7 +19,6 @@ from torch import Tensor
 from aspire.kernels.blocks import resolve_triton, unit_of
 from aspire.kernels.jit import jit, power_of_2, tl, wanted
 from aspire.kernels.rows import BlockSet, Rows
-from aspire.kernels.warm import columns_of, warm
 from aspire.kernels.work import Work, plan_work
 
 __all__ = ["BlockSet", "Rows", "Taps", "gather_keys", "mixed_attention", "workspace"]
@@ -217,15 +216,12 @@ def _attention_kernel(
 
 @jit
 def _merge_kernel(
-    parts, part_lse, spans, row_of, start, width, out, lse, then, then_rows, then_stride,
+    parts, part_lse, spans, row_of, start, width, out, lse,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-    CHUNK: tl.constexpr, TAPS: tl.constexpr, THEN: tl.constexpr,
+    CHUNK: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """Pieces of one query and head, weighted by their share of the softmax."""
     token, q_head = tl.program_id(0), tl.program_id(1)
-    if THEN > 0:
-        programs = tl.num_programs(0) * tl.num_programs(1)
-        warm(then, then_rows, then_stride, token * tl.num_programs(1) + q_head, programs, THEN, 64)
     row = tl.load(row_of + token)
     first, number = tl.load(spans + row * 2), tl.load(spans + row * 2 + 1)
     w = token - tl.load(start + row)
@@ -329,7 +325,7 @@ def plan_rows(rows: Rows, group: int, kv_heads: int, dim: int, tune: Tuning | No
 
 def mixed_attention_triton(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, out: Tensor, taps: Taps | None = None,
-    tune: Tuning | None = None, then: Tensor | None = None,
+    tune: Tuning | None = None,
 ) -> None:  # fmt: skip
     """The launcher: two launches, the second for rows that were split. rows.widest must be set."""
     kv_heads, dim = k_cache.shape[-2:]
@@ -367,10 +363,9 @@ def mixed_attention_triton(
         BLOCK=1 if chosen is None else chosen.block_size, DENSE=chosen is None, PER_HEAD=per_head,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=tune.stages, num_warps=tune.warps, **common,
     )  # fmt: skip
-    after = q if then is None else then
     _merge_kernel[(q.shape[0], q.shape[1])](
         parts, part_lse, work.spans, row_of_token(rows, q.shape[0]), rows.start, rows.width, out, lse,
-        after, after.shape[0], after.stride(0), CHUNK=16, THEN=columns_of(then), num_warps=2, **common,
+        CHUNK=16, num_warps=2, **common,
     )  # fmt: skip
 
 
@@ -395,12 +390,11 @@ def units_of(rows: Rows, chosen: BlockSet, sparse: Tensor) -> Tensor:
 
 
 def mixed_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, out: Tensor, taps: Taps | None = None,
-    then: Tensor | None = None,
-) -> None:  # fmt: skip
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, out: Tensor, taps: Taps | None = None
+) -> None:
     """Attention of `rows`; see the contract at the head of this file. Only the kernel serves taps."""
     if wanted(q) and rows.widest is not None:
-        mixed_attention_triton(q, k_cache, v_cache, rows, out, taps, then=then)
+        mixed_attention_triton(q, k_cache, v_cache, rows, out, taps)
     else:
         assert taps is None, "the twin leaves no logits behind"
         mixed_attention_torch(q, k_cache, v_cache, rows, out)

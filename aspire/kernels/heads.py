@@ -53,7 +53,6 @@ class Heads:
     eps: float
     heads: int
     kv_heads: int
-    then: Tensor | None = None  # weight of the product after attention, see kernels/warm.py
 
     @property
     def dim(self) -> int:

@@ -3,7 +3,7 @@
 Contract. `rms_norm(x [T, E], weight [E], eps)` -> [T, E]; `add_rms_norm(x, delta [T, E], weight, eps)` gives the sum
 and the sum normed, both [T, E] and new; x and delta are left alone. Output dtype = input dtype. Rows may be strided,
 their last dimension is contiguous. The sum is rounded to x.dtype before it is normed; the mean square is formed in
-fp32 whatever the dtype. then: see kernels/warm.py.
+fp32 whatever the dtype.
 """
 
 import torch
@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aspire.kernels.jit import jit, power_of_2, tl, wanted
-from aspire.kernels.warm import columns_of, warm
 
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,9 +24,9 @@ def add_rms_norm_torch(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> 
 
 @jit
 def _rms_norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, then_ptr,
-    x_stride, delta_stride, width, eps, then_rows, then_stride,
-    ADD: tl.constexpr, BLOCK: tl.constexpr, THEN: tl.constexpr, LANES: tl.constexpr,
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr,
+    x_stride, delta_stride, width, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row; sum and out are contiguous, delta and sum are touched only with ADD."""
     row = tl.program_id(0).to(tl.int64)
@@ -39,16 +38,12 @@ def _rms_norm_kernel(
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * width + e, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    if THEN > 0:
-        warm(then_ptr, then_rows, then_stride, tl.program_id(0), tl.num_programs(0), THEN, LANES)
     scale = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
     weight = tl.load(weight_ptr + e, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * width + e, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _launch(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, then: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(sum, normed); without delta the sum is x itself."""
     tokens, width = x.shape
     assert x.stride(1) == 1 and weight.shape == (width,) and weight.is_contiguous()
@@ -57,37 +52,29 @@ def _launch(
     other, total = (x, x) if delta is None else (delta, torch.empty_like(out))
     if tokens:
         block = power_of_2(width)
-        warps, after = min(16, max(1, block // 512)), weight if then is None else then
         _rms_norm_kernel[(tokens,)](
-            x, other, weight, total, out, after, x.stride(0), other.stride(0), width, eps,
-            after.shape[0], after.stride(0), ADD=delta is not None, BLOCK=block, THEN=columns_of(then), LANES=32 * warps,
-            num_warps=warps,
+            x, other, weight, total, out, x.stride(0), other.stride(0), width, eps,
+            ADD=delta is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
     return total, out
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, then: Tensor | None = None) -> Tensor:
-    return _launch(x, None, weight, eps, then)[1]
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _launch(x, None, weight, eps)[1]
 
 
-def add_rms_norm_triton(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, then: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    return _launch(x, delta, weight, eps, then)
+def add_rms_norm_triton(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _launch(x, delta, weight, eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, then: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight; see the contract at the head of this file."""
-    return rms_norm_triton(x, weight, eps, then) if wanted(x) else rms_norm_torch(x, weight, eps)
+    return rms_norm_triton(x, weight, eps) if wanted(x) else rms_norm_torch(x, weight, eps)
 
 
-def add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, then: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + delta, the same normed); see the contract at the head of this file."""
-    if wanted(x):
-        return add_rms_norm_triton(x, delta, weight, eps, then)
-    return add_rms_norm_torch(x, delta, weight, eps)
+    return (add_rms_norm_triton if wanted(x) else add_rms_norm_torch)(x, delta, weight, eps)
 
 
 CASES = [(t, e) for t in (1, 17, 63) for e in (64, 257)]  # (T, E)

@@ -6,7 +6,7 @@ Contract. x [M, K], M <= `MOST_ROWS`, weight [N, K] contiguous, all of one dtype
 `linear_add(x, weight, residual [M, N])` -> residual + x @ weight.T, rounded once, [M, N].
 The result is new and contiguous, in x.dtype; nothing else is written. x and residual may be strided, their last
 dimension is contiguous. The norm rounds x * norm_weight and scales the sum by 1 / rms at the end, where the twin rounds
-the normed row: one rounding to the dtype in both. then: see kernels/warm.py.
+the normed row: one rounding to the dtype in both.
 
 All rows make one tile, and a program reads its rows of the weight once, from end to end; x comes from L2. From 32 rows
 on cuBLAS with the small kernels around it is as fast or faster on an H200, see results/LOG.md.
@@ -21,7 +21,6 @@ from torch import Tensor
 from aspire.kernels.activation import silu_mul_torch
 from aspire.kernels.jit import jit, power_of_2, tl, wanted
 from aspire.kernels.norm import rms_norm_torch
-from aspire.kernels.warm import columns_of, warm
 
 MOST_ROWS = 16  # one tile of a tensor core
 
@@ -62,10 +61,10 @@ def tile_of(kind: str, k: int, itemsize: int) -> Tile:
 
 @jit
 def _skinny_kernel(
-    x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, then_ptr,
-    rows, n_size, k_size, x_stride, residual_stride, eps, then_rows, then_stride,
+    x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr,
+    rows, n_size, k_size, x_stride, residual_stride, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    WHOLE_K: tl.constexpr, THEN: tl.constexpr, LANES: tl.constexpr,
+    WHOLE_K: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_N columns of all rows; with GATED for those of gate and of up. norm_ptr is read only with
@@ -113,8 +112,6 @@ def _skinny_kernel(
             else:
                 weight = tl.load(up_at + start, mask=inside, other=0.0)
             up = tl.dot(x, weight, up, input_precision="ieee")
-    if THEN > 0:
-        warm(then_ptr, then_rows, then_stride, tl.program_id(0), tl.num_programs(0), THEN, LANES)
     if SPLIT > 1:
         total = tl.sum(total, 0)
         if GATED:
@@ -143,7 +140,7 @@ def _skinny_kernel(
 
 def _launch(
     kind: str, x: Tensor, weight: Tensor, norm_weight: Tensor | None, eps: float, bias: Tensor | None,
-    residual: Tensor | None, tile: Tile | None, then: Tensor | None,
+    residual: Tensor | None, tile: Tile | None,
 ) -> Tensor:  # fmt: skip
     """The product of `kind`; what it does not use is None."""
     gated = kind == "norm_gated"
@@ -156,14 +153,14 @@ def _launch(
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    tile, after = tile or tile_of(kind, k, x.element_size()), weight if then is None else then
+    tile = tile or tile_of(kind, k, x.element_size())
     _skinny_kernel[(-(-n // tile.block_n),)](
         x, x if norm_weight is None else norm_weight, weight, x if bias is None else bias,
-        x if residual is None else residual, out, after,
-        m, n, k, x.stride(0), 0 if residual is None else residual.stride(0), eps, after.shape[0], after.stride(0),
+        x if residual is None else residual, out,
+        m, n, k, x.stride(0), 0 if residual is None else residual.stride(0), eps,
         NORM=norm_weight is not None, GATED=gated, BIAS=bias is not None, ADD=residual is not None,
         WHOLE_K=k % tile.block_k == 0, SPLIT=tile.split, BLOCK_M=MOST_ROWS, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        THEN=columns_of(then), LANES=32 * tile.warps, num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 
@@ -172,20 +169,16 @@ def norm_linear_triton(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
-    return _launch("norm_linear", x, weight, norm_weight, eps, bias, None, tile, None)
+    return _launch("norm_linear", x, weight, norm_weight, eps, bias, None, tile)
 
 
-def norm_gated_triton(
-    x: Tensor, norm_weight: Tensor, eps: float, gate_up: Tensor, tile: Tile | None = None, then: Tensor | None = None
-) -> Tensor:
+def norm_gated_triton(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Tensor, tile: Tile | None = None) -> Tensor:
     assert gate_up.shape[0] % 2 == 0
-    return _launch("norm_gated", x, gate_up, norm_weight, eps, None, None, tile, then)
+    return _launch("norm_gated", x, gate_up, norm_weight, eps, None, None, tile)
 
 
-def linear_add_triton(
-    x: Tensor, weight: Tensor, residual: Tensor, tile: Tile | None = None, then: Tensor | None = None
-) -> Tensor:
-    return _launch("linear_add", x, weight, None, 0.0, None, residual, tile, then)
+def linear_add_triton(x: Tensor, weight: Tensor, residual: Tensor, tile: Tile | None = None) -> Tensor:
+    return _launch("linear_add", x, weight, None, 0.0, None, residual, tile)
 
 
 def serves(x: Tensor) -> bool:
@@ -201,18 +194,14 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias
     return (norm_linear_triton if wanted(x) else norm_linear_torch)(x, norm_weight, eps, weight, bias)
 
 
-def norm_gated(
-    x: Tensor, norm_weight: Tensor, eps: float, gate_up: Tensor, then: Tensor | None = None
-) -> Tensor:
+def norm_gated(x: Tensor, norm_weight: Tensor, eps: float, gate_up: Tensor) -> Tensor:
     """silu_mul(linear(rms_norm(x), gate_up)); see the contract at the head of this file."""
-    if wanted(x):
-        return norm_gated_triton(x, norm_weight, eps, gate_up, then=then)
-    return norm_gated_torch(x, norm_weight, eps, gate_up)
+    return (norm_gated_triton if wanted(x) else norm_gated_torch)(x, norm_weight, eps, gate_up)
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor, then: Tensor | None = None) -> Tensor:
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """residual + linear(x, weight); see the contract at the head of this file."""
-    return linear_add_triton(x, weight, residual, then=then) if wanted(x) else linear_add_torch(x, weight, residual)
+    return (linear_add_triton if wanted(x) else linear_add_torch)(x, weight, residual)
 
 
 # (M, N, K); the last has SmolLM2's odd widths, made small

@@ -8,7 +8,6 @@ Nothing in a pass depends on data or waits for the device, so that a CUDA graph 
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aspire.kernels.activation import silu_mul
@@ -51,23 +50,19 @@ class Layer(nn.Module):
         self.packed: dict[str, Tensor | None] = {}
 
     def forward(
-        self, index: int, x: Tensor, delta: Tensor | None, at: Angles, attend: Attend, then: Tensor
+        self, index: int, x: Tensor, delta: Tensor | None, at: Angles, attend: Attend
     ) -> tuple[Tensor, Tensor | None]:
-        """x [T, E] and what is still to be added to it [T, E], None = nothing -> the same two after this layer.
-
-        then: the weight that is read next, see kernels/warm.py.
-        """
+        """x [T, E] and what is still to be added to it [T, E], None = nothing -> the same two after this layer."""
         if delta is None and serves(x):
-            return self._few_rows(index, x, at, attend, then), None
+            return self._few_rows(index, x, at, attend), None
         return self._any_rows(index, x, delta, at, attend)
 
-    def _few_rows(self, index: int, x: Tensor, at: Angles, attend: Attend, then: Tensor) -> Tensor:
+    def _few_rows(self, index: int, x: Tensor, at: Angles, attend: Attend) -> Tensor:
         """Four products that norm, gate and add on the way; nothing is left to be added."""
         eps = self.spec.rms_eps
         qkv = norm_linear(x, self.attn_norm, eps, self.qkv, self.qkv_bias)
-        x = linear_add(attend(index, self._heads(qkv, at)).flatten(1), self.out, x, then=self.gate_up)
-        gated = norm_gated(x, self.mlp_norm, eps, self.gate_up, then=self.down)
-        return linear_add(gated, self.down, x, then=then)
+        x = linear_add(attend(index, self._heads(qkv, at)).flatten(1), self.out, x)
+        return linear_add(norm_gated(x, self.mlp_norm, eps, self.gate_up), self.down, x)
 
     def _any_rows(
         self, index: int, x: Tensor, delta: Tensor | None, at: Angles, attend: Attend
@@ -75,18 +70,18 @@ class Layer(nn.Module):
         """The last sum is left to the next norm, which reads both summands anyway."""
         eps, packed = self.spec.rms_eps, self.packed.get
         if delta is None:
-            normed = rms_norm(x, self.attn_norm, eps, self.qkv)
+            normed = rms_norm(x, self.attn_norm, eps)
         else:
-            x, normed = add_rms_norm(x, delta, self.attn_norm, eps, self.qkv)
+            x, normed = add_rms_norm(x, delta, self.attn_norm, eps)
         qkv = linear(normed, self.qkv, self.qkv_bias, packed("qkv"))
         mixed = linear(attend(index, self._heads(qkv, at)).flatten(1), self.out, None, packed("out"))
-        x, normed = add_rms_norm(x, mixed, self.mlp_norm, eps, self.gate_up)
+        x, normed = add_rms_norm(x, mixed, self.mlp_norm, eps)
         gate_up = linear(normed, self.gate_up, None, packed("gate_up"))
-        return x, linear(silu_mul(gate_up, self.down), self.down, None, packed("down"))
+        return x, linear(silu_mul(gate_up), self.down, None, packed("down"))
 
     def _heads(self, qkv: Tensor, at: Angles) -> Heads:
         spec = self.spec
-        return Heads(qkv, at, self.q_norm, self.k_norm, spec.rms_eps, spec.heads, spec.kv_heads, self.out)
+        return Heads(qkv, at, self.q_norm, self.k_norm, spec.rms_eps, spec.heads, spec.kv_heads)
 
     def pack(self) -> None:
         """Lay the matrices out for this machine; the plain ones stay."""
@@ -115,11 +110,10 @@ class Decoder(nn.Module):
         x = self.embed[tokens]  # F.embedding takes five times as long for a few tokens
         at = angles(positions, self.inv_freq, self.attention_scale, x.dtype)
         delta: Tensor | None = None
-        head, eps = self.embed if self.head is None else self.head, self.spec.rms_eps
-        then = [*(layer.qkv for layer in self.blocks[1:]), head]
         for index, layer in enumerate(self.blocks):
-            x, delta = layer(index, x, delta, at, attend, then[index])
-        return rms_norm(x, self.norm, eps) if delta is None else add_rms_norm(x, delta, self.norm, eps, head)[1]
+            x, delta = layer(index, x, delta, at, attend)
+        eps = self.spec.rms_eps
+        return rms_norm(x, self.norm, eps) if delta is None else add_rms_norm(x, delta, self.norm, eps)[1]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
