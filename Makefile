@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format reproduce-fig1 figures verify-lossless bench-cpu bench-gpu bench-kernels check clean
+.PHONY: help setup test lint format reproduce-fig1 fetch figures verify-lossless bench-cpu bench-gpu bench-kernels quality check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ format: setup ## Format the code and apply safe fixes
 reproduce-fig1: setup ## Measure and draw figure 1; PROFILE=auto picks what this machine can run, ARGS="..." adds overrides
 	@$(PY) -m experiments.fig1 profile=$(PROFILE) $(ARGS)
 
+fetch: setup ## Get the models and data of a profile into the cache; ARGS="model=qwen3_8b benchmark=aime25,math500"
+	@$(PY) -m experiments.fetch profile=$(PROFILE) $(ARGS)
+
 figures: setup ## Rebuild tables and figures from the committed records
 	@$(PY) -m experiments.redraw $(ARGS)
 
@@ -60,6 +63,9 @@ bench-gpu: setup ## Benchmark the engine on a GPU; ARGS="suite=autoregressive|sh
 
 bench-kernels: setup ## Time every kernel against the memory bandwidth of this GPU; ARGS="out=DIR tune"
 	@$(PY) -m experiments.bench_kernels $(ARGS)
+
+quality: setup ## Compare texts and scores of a run's methods: ARGS="FOLDER [OUT]", a folder with records
+	@$(PY) -m experiments.quality $(ARGS)
 
 check: setup ## Check the committed records
 	@$(PY) -m experiments.check results/records

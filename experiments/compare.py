@@ -22,11 +22,14 @@ from aspire.policies import Method
 from aspire.request import Request
 from experiments.config import MAX_FIT
 from experiments.environment import copy_tb_s, device_name, synchronise
-from experiments.gate import force, judge
+from experiments.gate import force, judge, parting
+from experiments.grading import grade
 from experiments.layout import lay_out, make_method, resolve
-from experiments.loading import Config, free_cached
+from experiments.loading import Config, free_cached, model_used, tokenizer_of
+from experiments.loading import describe as describe_model
 from experiments.outcome import Entry, Window, conclude
-from experiments.records import Cell, Record
+from experiments.prompts import describe_prompts
+from experiments.records import Cell, Parting, Record
 from experiments.session import Session, open_session
 
 Report = Callable[[str], None]
@@ -78,8 +81,13 @@ def measure(entries: list[Entry], config: Config, report: Report) -> None:
         entry.config = {**entry.config, **settled, "batch": batch}
         entry.cell = cell_of(entry.config)
     report("\n".join(layout.plan.table()))
+    report(describe_model(layout.config, model_used(layout.config, layout.spec)))
+    report(describe_prompts(layout.items, layout.provenance))
     session = open_session(layout)
     report(f"{len(session.items)} prompts prefilled in {session.prefill_s:.1f} s")
+    if layout.scorer is not None:
+        judged = sum(map(layout.scorer.judges, session.items))
+        report(f"scoring: {layout.scorer}, {judged} of {len(session.items)} prompts have an answer it can judge")
     repeats = config["protocol"]["repeats"]
     with tqdm(total=len(entries) * (1 + repeats), desc="cells", unit="window") as bar:
         for entry in entries:
@@ -241,18 +249,25 @@ def fill(engine: Engine, session: Session, supply: Iterator[int], requests: list
 def hold_to_full_attention(entries: list[Entry], session: Session, texts: int) -> None:
     """The near-tie gate over the first texts of each method, beside those of plain decoding where it ran.
 
-    As many texts as the smallest batch has slots at most: the pool has room for no more answers.
+    As many texts at a time as the smallest batch has slots: the pool has room for no more answers.
     """
     plain = next((e for e in entries if e.method and not e.method.speculation.longest and e.windows), None)
-    count = min(texts, len(session.items), *session.layout.batches)
+    count, room = min(texts, len(session.items)), min(session.layout.batches)
 
     def hold(entry: Entry) -> None:
         assert entry.method is not None
-        said, other = ([r.output_ids for r in e.windows[0].requests[:count]] for e in (entry, plain or entry))
-        asked = [i for i, (text, twin) in enumerate(zip(said, other)) if text and twin]
-        width, kept = max(entry.method.speculation.longest + 1, 2), [session.prompts[i] for i in asked]
-        texts, twins = [said[i] for i in asked], [other[i] for i in asked]
-        entry.gate = judge(force(session.model, session.pool, kept, texts, width, twins))
+        said, other = (e.windows[0].requests[:count] for e in (entry, plain or entry))
+        asked = [i for i, pair in enumerate(zip(said, other)) if all(r.output_ids for r in pair)]
+        width, forced = max(entry.method.speculation.longest + 1, 2), []
+        for start in range(0, len(asked), room):
+            part = asked[start : start + room]
+            texts, twins = ([requests[i].output_ids for i in part] for requests in (said, other))
+            forced += force(session.model, session.pool, [session.prompts[i] for i in part], texts, width, twins)
+        entry.gate = judge(forced)
+        for i, each in zip(asked, forced, strict=True):
+            at = parting(said[i].output_ids, other[i].output_ids)
+            if at is not None and each.plain_gap is not None:
+                entry.partings[said[i].id] = Parting(at=at, gap=each.plain_gap)
         if not entry.gate.passed:
             raise ValueError(f"texts are not those of full attention: {entry.gate.as_record()}")
 
@@ -261,7 +276,7 @@ def hold_to_full_attention(entries: list[Entry], session: Session, texts: int) -
 
 
 def finish(entries: list[Entry], session: Session) -> None:
-    """Tie each entry to the session, check that repeats agree, and give the prompts back."""
+    """Tie each entry to the session, check that repeats agree, grade the answers, and give the prompts back."""
     engine = {
         "max_len": session.settings.max_len,
         "pages": session.pool.pages,
@@ -273,5 +288,13 @@ def finish(entries: list[Entry], session: Session) -> None:
         outputs = [[r.output_ids for r in w.requests] for w in entry.windows]
         if entry.error is None and any(output != outputs[0] for output in outputs):
             entry.error = "repeats of the same requests gave different tokens"
+        attempt(entry, lambda entry=entry: grade_answers(entry, session))
     for prompt in session.prompts:
         session.pool.release(prompt.pages)
+
+
+def grade_answers(entry: Entry, session: Session) -> None:
+    """The verdicts of a run in which every request came to its end; a window that cuts answers has none."""
+    scorer = session.layout.scorer
+    if scorer is not None and session.config["protocol"]["replay"] == "drain":
+        entry.graded = grade(entry.windows[0].requests, session.items, scorer, tokenizer_of(session.config))

@@ -34,7 +34,8 @@ class ModelConf:
     tokenizer: str | None = None
     weights: str = "real"
     dtype: str = "float32"
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: Any = None  # null or a mapping: Hydra cannot put a mapping over a null of a declared one
+    long_rope_scaling: Any = None
     shape: dict[str, Any] | None = None
 
 
@@ -44,6 +45,7 @@ class BenchmarkConf:
     label: str = MISSING
     max_new_tokens: int = MISSING
     source: dict[str, Any] = MISSING
+    scoring: dict[str, Any] | None = None
 
 
 @dataclass
@@ -140,6 +142,7 @@ class RunConf:
     tracking: TrackingConf = field(default_factory=TrackingConf)
     comparison: ComparisonConf = field(default_factory=ComparisonConf)
     calibration: CalibrationConf = field(default_factory=CalibrationConf)
+    path: str | None = None  # of source=local
     batch: Any = 8  # a number, or max_fit
     seed: int = 123
     output_dir: str = MISSING

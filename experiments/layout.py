@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from aspire.memory import SHARE, MemoryPlan, Work, max_fit, plan_memory, pool_pages, shared_pages
@@ -12,9 +13,10 @@ from aspire.model import ModelSpec
 from aspire.policies import Method
 from aspire.settings import EngineSettings
 from aspire.verify import Emulation, Verification
-from experiments.benchmarks import Item
+from experiments.benchmarks import Item, template_hash
 from experiments.config import MAX_FIT, check_batch, nearest
 from experiments.loading import Config, free_bytes, free_cached, is_loaded, spec_of, tokenizer_of, unload
+from experiments.scoring import Scorer
 
 CHOICES = {
     "protocol.replay": ("cyclic", "drain"),
@@ -36,7 +38,8 @@ class Layout:
     mode: str  # equal, or max_fit: a batch of its own for each method
     settings: EngineSettings
     plan: MemoryPlan
-    provenance: dict[str, Any] | None  # where a downloaded benchmark came from: path, resolved revision, rows
+    provenance: dict[str, Any]  # of the prompts: template hash; of files: path, revision, hashes, rows, window
+    scorer: Scorer | None = None  # judges the answers
 
 
 def resolve(config: Config) -> Config:
@@ -86,13 +89,22 @@ def make_verification(config: Config) -> Verification:
     return Verification(how["mode"], how["draft_sampling"], emulation)
 
 
+def make_scorer(config: Config) -> Scorer | None:
+    """What judges the answers, None where nothing does: random weights give none. Raises ValueError for a bad one."""
+    node = config["benchmark"]["scoring"]
+    scorer = None if node is None else instantiate(node)
+    if scorer is not None and not isinstance(scorer, Scorer):
+        raise ValueError(f"benchmark.scoring is a {type(scorer).__name__}; name a class of experiments/scoring")
+    return scorer if config["model"]["weights"] == "real" else None
+
+
 def lay_out(config: Config, methods: list[Method]) -> Layout:
     """Settle the batches, build the prompts and plan the memory. config is resolved.
 
     Raises ValueError for what exceeds a limit, memory included.
     """
     torch.set_num_threads(config["engine"]["threads"])
-    spec, verification = spec_of(config), make_verification(config)
+    spec, verification, scorer = spec_of(config), make_verification(config), make_scorer(config)
     check_batch(config["batch"])
     fits = config["batch"] == MAX_FIT
     mode = config["comparison"]["batch_mode"] if fits else "equal"
@@ -111,7 +123,7 @@ def lay_out(config: Config, methods: list[Method]) -> Layout:
     settings = replace(settings, pages=pages)
     plan = plan_of(config, spec, settings, sized, verification, lengths)
     plan.refuse_beyond(available_bytes(config, plan), "lower batch, benchmark.source.requests or the prompt length")
-    return Layout(config, spec, items, batches, mode, settings, plan, provenance)
+    return Layout(config, spec, items, batches, mode, settings, plan, provenance, scorer)
 
 
 def with_batch(config: Config, batch: int) -> Config:
@@ -124,15 +136,33 @@ def with_batch(config: Config, batch: int) -> Config:
     return {**config, "batch": batch, "benchmark": {**benchmark, "source": source}, "protocol": protocol}
 
 
-def build_items(config: Config, spec: ModelSpec) -> tuple[list[Item], dict[str, Any] | None]:
-    """The prompts, and where a downloaded benchmark came from."""
-    model = config["model"]
-    source = instantiate(config["benchmark"]["source"])
-    tokenizer = None
-    if getattr(source, "reads_text", True):
-        tokenizer = tokenizer_of(model["tokenizer"] or model["path"], model["revision"])
-    items = source.build(tokenizer, spec.max_len, config["benchmark"]["max_new_tokens"])
-    return items, source.provenance() if hasattr(source, "provenance") else None
+def build_items(config: Config, spec: ModelSpec) -> tuple[list[Item], dict[str, Any]]:
+    """The prompts, and what a record keeps of where they came from."""
+    source, answer = make_source(config), config["benchmark"]["max_new_tokens"]
+    if not getattr(source, "reads_text", True):
+        return source.build(None, spec.max_len, answer), {}
+    tokenizer = tokenizer_of(config)
+    if not hasattr(source, "ask"):
+        items = source.build(tokenizer, spec.max_len, answer)
+        return items, {"template_hash": template_hash(tokenizer, "", None)}
+    items, provenance = source.ask(tokenizer, spec.max_len, answer)
+    hashed = template_hash(tokenizer, provenance["template"], source.thinking, source.chat)
+    return items, {**provenance, "template_hash": hashed}
+
+
+def make_source(config: Config) -> Any:
+    """The benchmark of a config. Raises ValueError for source=local where there are no files to replace."""
+    node, path = config["benchmark"]["source"], config.get("path")
+    if "kind" in node and not node["_target_"].endswith("FileBenchmark"):
+        raise ValueError(f"benchmark={config['benchmark']['name']} reads no files: leave out source=local and path")
+    if path and node.get("kind") != "local":
+        raise ValueError(f"path={path} is for source=local; say both, or leave both out")
+    try:
+        return instantiate(node)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ValueError):  # what a benchmark itself refuses
+            raise error.__cause__ from None
+        raise
 
 
 def fit_batches(

@@ -2,19 +2,22 @@
 
 import gc
 import json
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerFast
 
-from aspire.model import Decoder, ModelSpec, load, random_weights, resolve
-from aspire.model.files import read_json, tokenizer_eos
-from aspire.model.gguf_file import gguf_spec, read_gguf
+from aspire.model import Decoder, ModelSpec, load, random_weights, read_spec, resolve
+from aspire.model.files import suggested_sampling
 from aspire.model.load import EMBEDDED
+from aspire.model.rope import inv_freq
+from aspire.model.spec import with_rope_scaling
 from aspire.model.tokenizer import load_tokenizer
+from experiments.hub import commit_of, is_hub_id, model_folder
+from experiments.records import ModelUsed
 
 Config = dict[str, Any]
 _loaded: dict[str, Decoder] = {}  # the last model, for the next comparison
@@ -28,15 +31,15 @@ def load_model(config: Config) -> Decoder:
     unload()
     dtype = getattr(torch, conf["dtype"])
     if conf["weights"] == "random":
-        model = random_weights(shape_spec(conf), dtype, device, 0)
+        model = random_weights(spec_of(config), dtype, device, 0)
     else:
-        model = load(local_path(conf["path"], conf["revision"]), dtype, device, rope_scaling=conf["rope_scaling"])
+        model = load(local_path(conf["path"], conf["revision"]), dtype, device, rope_rule(config))
     _loaded[key] = model
     return model
 
 
 def model_key(config: Config) -> str:
-    return json.dumps([config["model"], config["engine"]["device"]], sort_keys=True)
+    return json.dumps([config["model"], rope_rule(config), config["engine"]["device"]], sort_keys=True)
 
 
 def is_loaded(config: Config) -> bool:
@@ -50,24 +53,64 @@ def unload() -> None:
 
 
 def spec_of(config: Config) -> ModelSpec:
-    """The architecture of a config's model, without its weights."""
-    conf = config["model"]
+    """The architecture of a config's model, without its weights; real ones end at their tokenizer's end id too."""
+    conf, rule = config["model"], rope_rule(config)
     if conf["weights"] == "random":
-        return shape_spec(conf)
+        return ModelSpec.from_hf(with_rope_scaling(conf["shape"], rule))
+    spec = read_spec(local_path(conf["path"], conf["revision"]), rule)
+    if conf["tokenizer"] is None:
+        return spec
+    end = tokenizer_of(config).eos_token_id
+    return replace(spec, end_ids=tuple(sorted({*spec.end_ids, *([] if end is None else [end])})))
+
+
+def rope_rule(config: Config) -> dict[str, Any] | None:
+    """The scaling rule that a config puts in the place of the checkpoint's; None = the checkpoint's.
+
+    `model.rope_scaling`, else `model.long_rope_scaling` for a benchmark whose prompts may be longer than the context
+    which that rule stretches. Raises ValueError for a rule that is no mapping.
+    """
+    conf, source = config["model"], config["benchmark"]["source"]
+    stated, far = conf["rope_scaling"], conf["long_rope_scaling"]
+    for rule in (stated, far):
+        if not isinstance(rule, dict | None):
+            raise ValueError(f"a rope scaling rule is a mapping, as {{rope_type: yarn, factor: 4.0}}; got {rule!r}")
+    if stated is not None or far is None:
+        return stated
+    bounds = [source[key] for key in ("max_tokens", "limit", "context") if source.get(key)]
+    longest = min(bounds, default=0)
+    return far if longest > far["original_max_position_embeddings"] else None
+
+
+def model_used(config: Config, spec: ModelSpec) -> ModelUsed:
+    """What the record keeps of the model: where it came from, and what is in force of its rope and end ids."""
+    conf = config["model"]
+    rule = {"rope_type": "default", **(spec.rope_scaling or {})}
+    rope = {"theta": spec.rope_theta, **rule, "attention_scale": inv_freq(spec)[1]}
+    used = ModelUsed(source="random", context=spec.max_len, rope=rope, end_ids=list(spec.end_ids))
+    if conf["weights"] == "random":
+        return used
     path = resolve(local_path(conf["path"], conf["revision"]))
-    if path.suffix == ".gguf":
-        return gguf_spec(read_gguf(path))
-    content = {"_name_or_path": path.name, **read_json(path / "config.json")}
-    if conf["rope_scaling"] is not None:
-        kept = {k: v for k, v in (content.get("rope_parameters") or {}).items() if k == "rope_theta"}
-        content |= {"rope_scaling": conf["rope_scaling"], "rope_parameters": kept}
-    return ModelSpec.from_hf(content, read_json(path / "generation_config.json", optional=True), tokenizer_eos(path))
+    suggested = suggested_sampling(path) if path.is_dir() else {}
+    return used.model_copy(
+        update={"source": conf["path"], "revision": commit_of(path), "suggested_sampling": suggested or None}
+    )
 
 
-def shape_spec(conf: Config) -> ModelSpec:
-    """The architecture that a model's config states itself, for random weights."""
-    shape = {**conf["shape"], "rope_scaling": conf["rope_scaling"] or conf["shape"].get("rope_scaling")}
-    return ModelSpec.from_hf(shape)
+def describe(config: Config, used: ModelUsed) -> str:
+    """Two lines for the start of a run: the model as it is in force, and the sampling."""
+    rope = ", ".join(f"{key} {value}" for key, value in (used.rope or {}).items())
+    ends = " ".join(map(str, used.end_ids or [])) or "none"
+    sampling = ", ".join(f"{key} {value}" for key, value in config["sampling"].items())
+    suggested = ", ".join(f"{key} {value}" for key, value in (used.suggested_sampling or {}).items())
+    return "\n".join(
+        [
+            f"model {config['model']['name']}: {used.source}, revision {used.revision or 'none'}, context "
+            f"{used.context}; rope {rope}; end ids {ends}",
+            f"sampling: {sampling}, verification {config['verification']['mode']}"
+            + (f"; not applied: the checkpoint suggests {suggested}" if suggested else ""),
+        ]
+    )
 
 
 def free_cached() -> None:
@@ -77,19 +120,27 @@ def free_cached() -> None:
         torch.cuda.empty_cache()
 
 
-def local_path(path: str, revision: str | None) -> str | Path:
-    """A local file or folder as it is; a hub id becomes its folder in the cache, ValueError if it is not there."""
+def local_path(path: str, revision: str | None, weights: bool = True) -> str | Path:
+    """A local file or folder as it is; a Hub id becomes its folder in the cache.
+
+    weights: False where config and tokenizer are enough. Raises ValueError naming the fix for what is not to be had.
+    """
     if path in EMBEDDED or Path(path).expanduser().exists():
         return path
-    try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
-    except Exception as error:  # the hub's client has a dozen kinds of failure; all mean that the files are not here
-        raise ValueError(f"model {path} is neither a local path nor to be had from the hub: {error}") from error
+    if not is_hub_id(path):
+        raise ValueError(f"{path} does not exist; give a checkpoint's folder, a .gguf file or owner/name of the Hub")
+    return model_folder(path, revision, weights)
+
+
+def tokenizer_of(config: Config) -> PreTrainedTokenizerFast:
+    """The tokenizer of a config's model, or the one that `model.tokenizer` names, at main."""
+    conf = config["model"]
+    return _tokenizer(conf["tokenizer"], None) if conf["tokenizer"] else _tokenizer(conf["path"], conf["revision"])
 
 
 @lru_cache(maxsize=2)
-def tokenizer_of(path: str, revision: str | None) -> PreTrainedTokenizerFast:
-    return load_tokenizer(local_path(path, revision))
+def _tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerFast:
+    return load_tokenizer(local_path(path, revision, weights=False))
 
 
 def free_bytes(device: str) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from experiments import scores
 from experiments.config import MAX_FIT
 from experiments.records import Metrics, Record, RequestLine, Timing, Tokens, TpotMs, pick, read_record, read_requests
 
@@ -276,7 +277,16 @@ def recompute(record: Record, lines: Lines) -> dict[str, Any]:
         **{f"tokens.{name}": value for name, value in count.model_dump().items()},
         "timing.decode_s": timing.decode_s,
         **{f"metrics.{name}": value for name, value in metrics.model_dump().items()},
+        **_quality(record, lines),
     }
+
+
+def _quality(record: Record, lines: Lines) -> dict[str, Any]:
+    """The quality section, where there is one or should be one."""
+    if record.quality is None and not any(line.graded for line in lines):
+        return {}
+    scorer = record.quality.scorer if record.quality else ""
+    return {"quality": scores.quality(lines, scorer).model_dump()}
 
 
 def broken_rules(line: RequestLine) -> list[str]:

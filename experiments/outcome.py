@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -13,11 +14,13 @@ from aspire.request import Request
 from experiments.benchmarks import data_hash
 from experiments.environment import copy_tb_s, environment
 from experiments.gate import Gate
-from experiments.loading import Config
+from experiments.loading import Config, model_used
 from experiments.metrics import fewest_bytes, summarise, tpot_ms
 from experiments.records import (
     PASSES,
     Cell,
+    Graded,
+    Parting,
     PromptTokens,
     Record,
     Repeats,
@@ -29,6 +32,7 @@ from experiments.records import (
     failed_record,
     write_record,
 )  # fmt: skip
+from experiments.scores import quality
 from experiments.session import Session
 
 
@@ -56,6 +60,8 @@ class Entry:
     windows: list[Window] = field(default_factory=list)
     session: Session | None = None
     gate: Gate | None = None
+    partings: dict[str, Parting] = field(default_factory=dict)  # by request id, of texts that the gate looked at
+    graded: dict[str, Graded] = field(default_factory=dict)  # by request id
     error: str | None = None
 
 
@@ -67,7 +73,12 @@ def conclude(entry: Entry, out: Path) -> Record:
         write_record(out / name, record)
         return record
     window = entry.windows[0]
-    lines = [request_line(r) for r in window.requests]
+    assert entry.session is not None
+    cut = {item.id: item.original_tokens for item in entry.session.items if item.truncated}
+    lines = [request_line(r, cut.get(item_id(r.id))) for r in window.requests]
+    lines = [
+        x.model_copy(update={"graded": entry.graded.get(x.id), "parting": entry.partings.get(x.id)}) for x in lines
+    ]
     record = measured_record(entry, name, lines)
     (out / name).mkdir(parents=True, exist_ok=True)
     passes = (
@@ -82,11 +93,19 @@ def conclude(entry: Entry, out: Path) -> Record:
     return record
 
 
-def request_line(request: Request) -> RequestLine:
+def item_id(request_id: str) -> str:
+    """The item that a request asks; a replay has its turn behind the item's id."""
+    name, _, turn = request_id.rpartition("~")
+    return name if turn.isdigit() else request_id
+
+
+def request_line(request: Request, original_tokens: int | None = None) -> RequestLine:
+    """original_tokens: of a prompt before it was cut."""
     prompt = hashlib.sha1(json.dumps(request.prompt_ids).encode()).hexdigest()
     return RequestLine(
         id=request.id, prompt_ids_sha1=prompt, prompt_tokens=len(request.prompt_ids), output_ids=request.output_ids,
         finish_reason=request.finish_reason, seed=request.sampling.seed, rounds=request.rounds,
+        original_tokens=original_tokens,
     )  # fmt: skip
 
 
@@ -103,7 +122,7 @@ def measured_record(entry: Entry, name: str, lines: list[RequestLine]) -> Record
     tokens, metrics = summarise(lines, timing, tpot_ms(lines, times), max(peaks, default=None), efficiency)
     calibration = None if entry.calibration is None else asdict(entry.calibration)
     layout = session.layout
-    protocol = config["protocol"] | ({"source": layout.provenance} if layout.provenance else {})
+    protocol = config["protocol"] | ({"source": layout.provenance} if "path" in layout.provenance else {})
     protocol |= {
         "batch_mode": layout.mode, "graphs": bool(session.settings.graphs), "planned_gib": layout.plan.gib,
         "graph_misses": sum(w.graph_misses for w in entry.windows),
@@ -114,9 +133,11 @@ def measured_record(entry: Entry, name: str, lines: list[RequestLine]) -> Record
     return Record(
         cell_id=name, status="ok",
         cell=entry.cell.model_copy(update={"acceptance": session.verification.acceptance_mark}),
-        environment=environment(device), config=config, workload=workload_of(session),
+        environment=environment(device), config=config, model=model_used(session.config, session.layout.spec),
+        workload=workload_of(session),
         sampling=SamplingUsed(**config["sampling"], seed=config["seed"], verification=config["verification"]["mode"]),
         protocol=protocol, tokens=tokens, timing=timing, metrics=metrics, calibration=calibration,
+        quality=quality(lines, repr(layout.scorer)) if entry.graded else None,
     )  # fmt: skip
 
 
@@ -140,12 +161,20 @@ def timing_of(windows: list[Window], prefill_s: float | None, captured: bool) ->
 
 
 def workload_of(session: Session) -> Workload:
-    lengths = [len(item.prompt_ids) for item in session.items]
+    items = session.items
+    tasks = Counter(item.task for item in items if item.task is not None)
     return Workload(
-        requests=len(lengths), data_hash=data_hash(session.items),
-        truncated=sum(item.truncated for item in session.items),
-        prompt_tokens=PromptTokens(min=min(lengths), mean=sum(lengths) / len(lengths), max=max(lengths)),
+        requests=len(items), data_hash=data_hash(items), truncated=sum(item.truncated for item in items),
+        prompt_tokens=spread([len(item.prompt_ids) for item in items]),
+        original_tokens=spread([item.original_tokens for item in items]),
+        template_hash=session.layout.provenance.get("template_hash"), first_ids=list(items[0].prompt_ids[:8]),
+        tasks=dict(sorted(tasks.items())) or None,
     )  # fmt: skip
+
+
+def spread(lengths: list[int]) -> PromptTokens:
+    """Shortest, mean and longest."""
+    return PromptTokens(min=min(lengths), mean=sum(lengths) / len(lengths), max=max(lengths))
 
 
 def weight_bytes_read(session: Session) -> int:

@@ -79,12 +79,35 @@ class PromptTokens(Section):
 
 
 class Workload(Section):
-    """What was asked. truncated: prompts that were cut to fit."""
+    """What was asked. truncated: prompts that were cut to fit.
+
+    original_tokens: of the same prompts before any was cut. template_hash: of the benchmark's template, the chat
+    template and its thinking switch. first_ids: the first 8 of the first prompt. tasks: prompts of each task.
+    """
 
     requests: int | None = None
     prompt_tokens: PromptTokens = Field(default_factory=PromptTokens)
     data_hash: str | None = None
     truncated: int | None = None
+    original_tokens: PromptTokens | None = None
+    template_hash: str | None = None
+    first_ids: list[int] | None = None
+    tasks: dict[str, int] | None = None
+
+
+class ModelUsed(Section):
+    """What stood behind the cell's model. revision: the commit of a Hub snapshot. context: tokens.
+
+    rope: base frequency, scaling rule and scale of cos and sin, as they were in force. end_ids: those of config,
+    generation config and tokenizer. suggested_sampling: of the generation config, for the reader; it is not applied.
+    """
+
+    source: str | None = None
+    revision: str | None = None
+    context: int | None = None
+    rope: dict[str, Any] | None = None
+    end_ids: list[int] | None = None
+    suggested_sampling: dict[str, Any] | None = None
 
 
 class SamplingUsed(Section):
@@ -144,6 +167,41 @@ class Metrics(Section):
     hbm_efficiency: Number = None
 
 
+class Slice(Section):
+    """The items of one task. low, high: 95 % interval of the score, as in Quality."""
+
+    items: int
+    score: Number = None
+    low: Number = None
+    high: Number = None
+
+
+class Quality(Section):
+    """How right the answers are; definitions are in experiments/scores.py. scorer: its name and parameters.
+
+    items, samples_per_item, unscored (items without a reference that the scorer can judge). score: avg@k, 0 to 1.
+    pass_at: k -> chance that one of k samples is right. Of all samples: right, partly right, wrong, unparsable,
+    unfinished (cut at the token limit before an answer); at_limit: cut at the token limit, with or without an answer.
+    """
+
+    scorer: str
+    items: int
+    samples_per_item: int
+    unscored: int
+    score: Number = None
+    stderr: Number = None
+    low: Number = None
+    high: Number = None
+    pass_at: dict[str, Number]
+    right: int
+    partly: int
+    wrong: int
+    unparsable: int
+    unfinished: int
+    at_limit: int
+    tasks: dict[str, Slice]
+
+
 class Record(Section):
     """One cell. protocol and calibration are free-form; metrics.py says what of them is compared."""
 
@@ -154,12 +212,14 @@ class Record(Section):
     cell: Cell
     environment: Environment = Field(default_factory=Environment)
     config: dict[str, Any] = Field(default_factory=dict)
+    model: ModelUsed = Field(default_factory=ModelUsed)
     workload: Workload = Field(default_factory=Workload)
     sampling: SamplingUsed = Field(default_factory=SamplingUsed)
     protocol: dict[str, Any] | None = None
     tokens: Tokens = Field(default_factory=Tokens)
     timing: Timing = Field(default_factory=Timing)
     metrics: Metrics = Field(default_factory=Metrics)
+    quality: Quality | None = None
     calibration: dict[str, Any] | None = None
 
     @property
@@ -168,8 +228,29 @@ class Record(Section):
         return str(pick(self.config, "method.label") or self.cell.method)
 
 
+class Graded(Section):
+    """The verdict on an answer; found: its first 200 characters, as they were read; task: of the benchmark."""
+
+    outcome: Literal["answered", "unfinished", "unparsable"]
+    score: float = Field(ge=0, le=1)
+    found: str | None = None
+    task: str | None = None
+
+
+class Parting(Section):
+    """Where a text leaves that of plain decoding: index of the token, and how far plain decoding's token lies there
+    below the argmax of full attention, in logits."""
+
+    at: int
+    gap: float
+
+
 class RequestLine(Section):
-    """One request of the timed window; rounds holds [drafted, accepted] of each round, in order."""
+    """One request of the timed window; rounds holds [drafted, accepted] of each round, in order.
+
+    original_tokens: of the prompt before it was cut, null where it is whole. graded: null where nothing scored it.
+    parting: null where the near-tie gate did not look, or saw no difference.
+    """
 
     id: str
     prompt_ids_sha1: str
@@ -178,6 +259,9 @@ class RequestLine(Section):
     finish_reason: str | None
     seed: int
     rounds: list[tuple[int, int]]
+    original_tokens: int | None = None
+    graded: Graded | None = None
+    parting: Parting | None = None
 
     @property
     def committed(self) -> int:

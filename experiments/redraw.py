@@ -11,6 +11,7 @@ from experiments.config import refuse
 from experiments.figures import fig1, read_passes, timeline
 from experiments.gpu_figures import write_gpu_figures
 from experiments.gpu_tables import GPU, write_gpu_tables
+from experiments.quality import QUALITY, write_quality
 from experiments.records import PASSES, find_records, read_record
 from experiments.tables import write_tables
 
@@ -19,20 +20,21 @@ PICTURED = ("vegas", "aspire_fsm")  # a lockstep method above, an asynchronous o
 
 
 def redraw(root: Path, out: Path = RESULTS) -> list[Path]:
-    """Tables and figures of all records under `root`, those of `root`/h200 in their own.
+    """Tables and figures of all records under `root`, those of `root`/h200 and `root`/quality in their own.
 
     Raises ValueError if there is nothing to show.
     """
     folders = find_fig1(root)
-    written = [*redraw_fig1(folders, out), *redraw_gpu(root / GPU, out)]
+    written = [*redraw_fig1(folders, out), *redraw_gpu(root / GPU, out), *redraw_quality(root / QUALITY, out)]
     if not written:
         raise ValueError(f"no records under {root}; run make reproduce-fig1 first, or name another folder")
     return written
 
 
 def find_fig1(root: Path) -> list[Path]:
-    """Cells of figure 1: all but those of GPU runs and those that show shapes alone."""
-    own = [folder for folder in find_records(root) if root / GPU not in folder.parents]
+    """Cells of figure 1: all but those of GPU and quality runs and those that show shapes alone."""
+    apart = {root / GPU, root / QUALITY}
+    own = [folder for folder in find_records(root) if not apart & {*folder.parents}]
     return [folder for folder in own if read_record(folder).cell.evidence == "real"]
 
 
@@ -55,6 +57,12 @@ def redraw_gpu(root: Path, out: Path) -> list[Path]:
     """Tables and figures of GPU runs; none if there are no runs."""
     suites = gpu_tables.read(root)
     return [*write_gpu_tables(root, out / "tables", suites), *write_gpu_figures(suites, out / "figures")]
+
+
+def redraw_quality(root: Path, out: Path) -> list[Path]:
+    """The quality table; none if there are no runs."""
+    folders = find_records(root)
+    return write_quality(folders, out / "tables") if folders else []
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Session:
             sampling=replace(self.sampling, seed=seed),
             max_new_tokens=self.config["benchmark"]["max_new_tokens"],
             # Random weights emit an end id now and then, by chance.
-            end_ids=() if self.config["model"]["weights"] == "random" else self.model.spec.end_ids,
+            end_ids=() if self.config["model"]["weights"] == "random" else self.layout.spec.end_ids,
         )
         return request, self.prompts[index]
 

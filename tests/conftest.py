@@ -5,6 +5,7 @@ Triton is first imported.
 """
 
 import os
+import socket
 
 import pytest
 import torch
@@ -13,6 +14,18 @@ from torch import Tensor
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever opens a connection or asks a name server fails the test; nothing else tells the code to stay offline."""
+
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    for name in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
 @pytest.fixture

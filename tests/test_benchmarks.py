@@ -1,20 +1,10 @@
 """Does every benchmark ask exactly what its configuration says? Prompts, cuts, seeds, answers and error messages."""
 
-import dataclasses
-import gzip
-import json
 import re
-import shutil
-import socket
 import time
 from fractions import Fraction
-from pathlib import Path
 
-import datasets
-import huggingface_hub
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -22,7 +12,6 @@ from aspire.model.load import embedded_model_path
 from aspire.model.tokenizer import load_tokenizer
 from experiments.benchmarks import (
     Arithmetic,
-    HubBenchmark,
     PyStdlib,
     answer_part,
     cut_end,
@@ -30,11 +19,9 @@ from experiments.benchmarks import (
     encode_chat,
     fit_document,
     grade,
-    hub,
     request_seed,
 )
 
-CONF = Path(__file__).parents[1] / "conf"
 THINKING_TEMPLATE = (
     "{{ messages[0]['content'] }}{% if enable_thinking is defined and not enable_thinking %} nothink{% endif %}"
 )
@@ -62,7 +49,9 @@ def test_prompt_has_the_bos_its_tokenizer_asks_for(bos, ids):
     template = "{{ bos_token }} user {{ messages[0]['content'] }}{% if add_generation_prompt %} assistant{% endif %}"
     template = template if bos else template.removeprefix("{{ bos_token }} ")
     assert encode_chat(word_tokenizer(bos, template), "hello world") == ids
-    assert encode_chat(word_tokenizer(bos, None), "hello world") == [token for token in ids if token not in (2, 3)]
+    bare = [token for token in ids if token not in (2, 3)]
+    assert encode_chat(word_tokenizer(bos, None), "hello world") == bare
+    assert encode_chat(word_tokenizer(bos, template), "hello world", chat=False) == bare
 
 
 def test_chat_prompt_equals_template_text(tokenizer):
@@ -102,10 +91,10 @@ def render_choice(tokenizer):
 @pytest.mark.parametrize("filler", ["plain words of a report, ", "数字と漢字、", " " * 40 + "x", "a1!ß€🙂 "])
 def test_cut_is_inside_the_document(tokenizer, limit, filler):
     document = f"FIRST {filler * 400} needle {filler * 400} LAST"
-    ids, truncated, original = fit_document(tokenizer, render_choice(tokenizer), document, limit)
+    ids, truncated, original = fit_document(render_choice(tokenizer), document, limit)
     text = tokenizer.decode(ids)
     assert limit - 4 <= len(ids) <= limit
-    assert truncated and original == len(tokenizer(document, add_special_tokens=False)["input_ids"])
+    assert truncated and original == len(render_choice(tokenizer)(document))
     assert text.count("<|im_start|>") == 3 and text.count("<|im_end|>") == 2
     assert text.count(TAIL) == 1 and text.count("<text>\nHEAD FIRST") == 1
     assert f"LAST{TAIL}" in text and "needle" not in text
@@ -113,19 +102,19 @@ def test_cut_is_inside_the_document(tokenizer, limit, filler):
 
 def test_short_document_stays_whole(tokenizer):
     render = render_choice(tokenizer)
-    ids, truncated, original = fit_document(tokenizer, render, "a short needle", 200)
-    assert ids == render("a short needle") and not truncated and original < len(ids)
-    assert fit_document(tokenizer, render, "a short needle", len(ids))[0] == ids
+    ids, truncated, original = fit_document(render, "a short needle", 200)
+    assert ids == render("a short needle") and not truncated and original == len(ids)
+    assert fit_document(render, "a short needle", len(ids))[0] == ids
 
 
 def test_question_longer_than_the_limit_names_both_numbers(tokenizer):
     needed = len(render_choice(tokenizer)(""))
     with pytest.raises(ValueError, match=rf"{needed} tokens without its document, the limit is 20"):
-        fit_document(tokenizer, render_choice(tokenizer), "word " * 100, 20)
+        fit_document(render_choice(tokenizer), "word " * 100, 20)
 
 
 def test_cut_end_keeps_the_beginning(tokenizer):
-    ids, _, _ = fit_document(tokenizer, render_choice(tokenizer), "FIRST " + "word " * 500 + "LAST", 150, cut_end)
+    ids, _, _ = fit_document(render_choice(tokenizer), "FIRST " + "word " * 500 + "LAST", 150, cut_end)
     assert "FIRST" in tokenizer.decode(ids) and "LAST" not in tokenizer.decode(ids)
 
 
@@ -227,174 +216,3 @@ def test_grade_takes_the_last_number():
     for text in ("$1,007.00", "it is -7", "7 of 8", "no number", "", "<think>7</think> It is 8.", "<think>so far 7"):
         assert not grade(text, "7"), text
     assert grade("that is 12,345,678 metres", "12345678")
-
-
-@pytest.fixture
-def no_network(monkeypatch, tmp_path):
-    """Offline flags set, an empty cache, and sockets that fail the test."""
-
-    def refuse(*_args, **_kwargs):
-        raise AssertionError("a socket was opened")
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    hub._load.cache_clear()
-    yield
-    hub._load.cache_clear()
-
-
-ROWS = [
-    {
-        "_id": f"r{index}",
-        "context": f"row {index} begins. " + "words and more words. " * 20 * index,
-        "question": "What is in {braces}?",
-        "choices": ["a", "b"],
-        "answer": index,
-        "note": None,
-    }
-    for index in range(1, 9)
-]
-
-
-def write_rows(folder: Path, suffix: str) -> Path:
-    path = folder / f"rows, all{suffix}"  # a comma in a path must not split it
-    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
-    if suffix == ".parquet":
-        datasets.Dataset.from_list(ROWS).to_parquet(path)
-    elif suffix == ".jsonl.gz":
-        path.write_bytes(gzip.compress(lines.encode()))
-    else:
-        path.write_text(lines)
-    return path
-
-
-def local(path: Path, /, **fields) -> HubBenchmark:
-    kind = "parquet" if path.suffix == ".parquet" else "json"
-    names = {"document_field": "context", "answer_field": "answer", "id_field": "_id"}
-    template = "{context}\n\n{question} \\boxed{}{note}"
-    return HubBenchmark(**({"path": kind, "data_files": str(path), "template": template} | names | fields))
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
-def test_local_files_need_no_network(tokenizer, tmp_path, no_network, suffix):
-    source = local(write_rows(tmp_path, suffix), expected_rows=8)
-    items = source.build(tokenizer, 4096, 64)
-    assert [item.id for item in items] == [f"rows, all/r{index}#0" for index in range(1, 9)]
-    assert [item.answer for item in items] == [str(index) for index in range(1, 9)]
-    assert "What is in {braces}? \\boxed{}<|im_end|>" in tokenizer.decode(items[0].prompt_ids)
-    assert source.provenance() == {"path": source.path, "revision": None, "rows": 8}
-
-
-def test_window_requests_and_repeats(tokenizer, tmp_path, no_network):
-    path = write_rows(tmp_path, ".jsonl")
-    items = local(path, min_tokens=250, max_tokens=600, requests=2, repeats=4).build(tokenizer, 4096, 64)
-    assert len(items) == 8 and len({item.seed for item in items}) == 8
-    assert [item.id.split("#")[1] for item in items] == list("00112233")
-    assert all(250 <= len(item.prompt_ids) <= 600 for item in items)
-    longer = local(path, min_tokens=250, max_tokens=600, requests=2, repeats=5).build(tokenizer, 4096, 64)
-    assert longer[:8] == items and len(longer) == 10
-    lists = local(path, data_files=[str(path)], requests=1, answer_field="choices")
-    assert lists.build(tokenizer, 4096, 64)[0].answer == '["a", "b"]'
-
-
-def test_short_context_cuts_documents_only(tokenizer, tmp_path, no_network):
-    items = local(write_rows(tmp_path, ".jsonl")).build(tokenizer, 264, 64)
-    whole = local(tmp_path / "rows, all.jsonl").build(tokenizer, 4096, 64)
-    assert {item.truncated for item in items} == {True, False}
-    for cut, full in zip(items, whole, strict=True):
-        assert cut.truncated == (len(full.prompt_ids) > 200) and cut.original_tokens == full.original_tokens
-        assert 196 <= len(cut.prompt_ids) <= 200 if cut.truncated else cut == full
-    assert all("What is in {braces}?" in tokenizer.decode(item.prompt_ids) for item in items)
-
-
-def test_hub_errors_name_the_fix(tokenizer, tmp_path, no_network):
-    path = write_rows(tmp_path, ".jsonl")
-
-    def fails(match: str, context: int = 4096, **fields) -> None:
-        with pytest.raises(ValueError, match=match):
-            local(path, **fields).build(tokenizer, context, 64)
-
-    fails("has 8 rows, expected_rows is 30", expected_rows=30)
-    fails("no field 'problem', it has: _id, context", template="{context}{problem}")
-    fails("2 of 8 rows have a prompt of 700 to 900 tokens, requests is 3", min_tokens=700, max_tokens=900, requests=3)
-    fails("no document to cut, the context leaves 136", context=200, document_field=None)
-    fails("'text' is not a placeholder", document_field="text")
-    fails("no such data file: nope.jsonl", data_files="nope.jsonl")
-    fails("'json' needs data_files", data_files=None)
-    fails("min_tokens 9 > max_tokens 8", min_tokens=9, max_tokens=8)
-    fails("requests and repeats must be >= 1", repeats=0)
-
-
-def test_missing_from_cache_fails_at_once(tokenizer, no_network):
-    start = time.monotonic()
-    source = HubBenchmark("Qwen/CodeElo", "{description}")
-    with pytest.raises(ValueError, match=r"not in cache: Qwen/CodeElo .*run with network first"):
-        source.build(tokenizer, 4096, 64)
-    assert time.monotonic() - start < 5
-
-
-def test_warm_cache_needs_no_network(tokenizer, tmp_path, no_network):
-    commit = "a" * 40
-    prepared = datasets.load_dataset("json", data_files={"test": [str(write_rows(tmp_path, ".jsonl"))]}, split="test")
-    # What one run with network leaves behind: a folder named after the commit, files named after the data set.
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "org___data" / "default" / "0.0.0" / commit
-    shutil.copytree(Path(prepared.cache_files[0]["filename"]).parent, folder)
-    (folder / "json-test.arrow").rename(folder / "data-test.arrow")
-    info = (folder / "dataset_info.json").read_text().replace('"dataset_name": "json"', '"dataset_name": "data"')
-    (folder / "dataset_info.json").write_text(info)
-
-    cached = local(Path("unused"), path="org/data", data_files=None, revision="main")
-    assert cached.provenance() == {"path": "org/data", "revision": commit, "rows": 8}
-    assert cached.build(tokenizer, 4096, 64)[0].id == "data/r1#0"
-    assert dataclasses.replace(cached, revision=commit).provenance()["revision"] == commit
-    with pytest.raises(ValueError, match=f"in the cache is revision {commit}, the config pins {'b' * 40}"):
-        dataclasses.replace(cached, revision="b" * 40).provenance()
-    with pytest.raises(ValueError, match="not in cache: org/data .other, test"):
-        dataclasses.replace(cached, name="other").provenance()
-
-
-def test_unreachable_hub_is_asked_once(tokenizer, monkeypatch, no_network):
-    asked = []
-
-    def refuse(self, path, **options):
-        asked.append((path, options["revision"]))
-        raise OSError("no route")
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
-    with pytest.raises(ValueError, match=r"cannot be reached for a/b \(no route\); set HF_HUB_OFFLINE=1"):
-        HubBenchmark("a/b", "{x}", revision="v1").build(tokenizer, 4096, 64)
-    assert asked == [("a/b", "v1")]
-
-
-def test_loading_script_is_refused_with_the_alternative(tokenizer, tmp_path, no_network):
-    folder = tmp_path / "longbench"
-    folder.mkdir()
-    (folder / "longbench.py").write_text("import datasets\n")
-    with pytest.raises(ValueError, match="loading script, .* name a parquet or JSON copy"):
-        HubBenchmark(str(folder), "{context}").build(tokenizer, 4096, 64)
-
-
-@pytest.mark.parametrize("path", sorted((CONF / "benchmark").glob("*.yaml")), ids=lambda path: path.stem)
-def test_group_files_build_their_source(path):
-    with initialize_config_dir(str(CONF.resolve()), version_base=None):
-        config = compose(
-            overrides=[f"+benchmark={path.stem}", "+seed=123", "+batch=2", "+model=smollm2_135m"]
-        ).benchmark
-        assert set(config) == {"name", "label", "max_new_tokens", "source"} and config.name == path.stem
-        source = instantiate(config.source)
-        assert hash(source) == hash(instantiate(config.source))
-
-
-def test_local_file_can_replace_the_hub_on_the_command_line(tokenizer, tmp_path, no_network):
-    path = write_rows(tmp_path, ".jsonl")
-    overrides = ("path=json", "name=null", 'template="{context} Question: {question}"', f"data_files=['{path}']")
-    overrides += ("expected_rows=8", "min_tokens=1", "requests=null", "answer_field=answer")
-    with initialize_config_dir(str(CONF.resolve()), version_base=None):
-        words = ["+benchmark=longbench_16k", "+seed=123", *(f"benchmark.source.{text}" for text in overrides)]
-        config = compose(overrides=words)
-    items = instantiate(config.benchmark.source).build(tokenizer, 4096, 64)
-    assert len(items) == 8 and " Question: What is in {braces}?" in tokenizer.decode(items[0].prompt_ids)

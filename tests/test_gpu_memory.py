@@ -17,20 +17,23 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import assert_same, write_folder
 from methods import METHODS, WARM, prompts, requests
 from on_gpu import BY_NAME, CUDA, DEVICE, GPU, NEEDS_CUDA, build, fixed, model_on, spec_of
 from test_shapes import configs
-from tiny import tiny_spec
+from tiny import tiny_model, tiny_spec
 
 from aspire.cache.pool import KVPool
 from aspire.engine import Engine
 from aspire.memory import Work, plan_memory
-from aspire.model import Decoder, ModelSpec, random_weights
+from aspire.model import Decoder, ModelSpec, load_folder, random_weights
+from aspire.model import read as reader
 from aspire.policies import Fixed, Method
 from aspire.prefill import prefill, random_prompt
 from aspire.request import Request
 from aspire.settings import EngineSettings, Sampling
 from aspire.verify import Emulation, Verification
+from experiments.bench_load import main as bench_load
 from experiments.compare import run_comparison
 from experiments.environment import synchronise
 
@@ -348,3 +351,22 @@ def test_a_request_that_never_fits_is_refused_before_it_runs() -> None:
     engine: Any = build(model_on(spec_of("llama")), BY_NAME["aspire"], 2, pages=8)
     with pytest.raises(ValueError, match="pages"):
         engine.submit(Request("r", [1] * 60, max_new_tokens=60))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("piece", [1000, 2**20])
+def test_a_sharded_checkpoint_arrives_whole_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, dtype: torch.dtype
+) -> None:
+    """Through two pinned buffers that take turns, of the stored dtype and cast, in pieces that end within a row."""
+    monkeypatch.setattr(reader, "PIECE", piece)
+    model = tiny_model("qwen3", layers=4)
+    loaded = load_folder(write_folder(tmp_path, model, sharded=True), dtype, DEVICE)
+    assert {parameter.device.type for parameter in loaded.parameters()} == {DEVICE}
+    assert_same(loaded.to("cpu"), model.to(dtype))
+
+
+@NEEDS_CUDA
+def test_loading_takes_at_most_twice_a_plain_read() -> None:
+    """Qwen3-1.7B's full shape in shards: its bounds of time and of host memory."""
+    assert bench_load(["device=cuda"]) == 0

@@ -57,14 +57,28 @@ def test_logits_with_rope_scaling(scaling: dict[str, Any]) -> None:
     torch.testing.assert_close(dense_logits(model, ids), want, rtol=1e-4, atol=1e-4)
 
 
+RULES = {
+    "llama3": LLAMA3,
+    "llama3 of Llama 3.1": {**LLAMA3, "original_max_position_embeddings": 8192},
+    "yarn": YARN,
+    "yarn of Qwen3": {**YARN, "original_max_position_embeddings": 32768},
+    "yarn of factor 1": {**YARN, "factor": 1.0},
+    "yarn, factor given": {**YARN, "attention_factor": 1.5, "truncate": False},
+    "yarn, mscale": {**YARN, "mscale": 1.2, "mscale_all_dim": 0.7, "beta_fast": 16, "beta_slow": 2},
+    "linear": {"rope_type": "linear", "factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
-@pytest.mark.parametrize("scaling", [LLAMA3, YARN, {**YARN, "attention_factor": 1.5, "truncate": False}])
-def test_frequencies_equal_hugging_face(scaling: dict[str, Any], head_dim: int) -> None:
-    spec = tiny_spec("qwen3", head_dim=head_dim, rope_theta=1e6, rope_scaling=scaling)
-    want, want_scale = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](AutoConfig.for_model(**hf_config(spec)), "cpu")
+@pytest.mark.parametrize("name", RULES)
+def test_frequencies_have_the_bits_of_hugging_face(name: str, head_dim: int, theta: float) -> None:
+    """A last bit of a frequency is an angle of 0.01 at position 131,071."""
+    rule = RULES[name]
+    spec = tiny_spec("qwen3", head_dim=head_dim, rope_theta=theta, rope_scaling=rule, max_len=131072)
+    want, want_scale = ROPE_INIT_FUNCTIONS[rule["rope_type"]](AutoConfig.for_model(**hf_config(spec)), "cpu")
     got, scale = inv_freq(spec)
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
-    assert scale == pytest.approx(want_scale)
+    assert torch.equal(got, want) and scale == want_scale
 
 
 @pytest.mark.parametrize("max_len", [40960, 131072])
@@ -86,10 +100,14 @@ def test_c01_stated_yarn_factor_is_in_force(max_len: int, spelling: str) -> None
     assert freq[0] == plain[0] and freq[-1] == pytest.approx(float(plain[-1]) / 4)
 
 
-def test_c03_angles_stay_fp32_after_a_cast() -> None:
-    model = tiny_model("qwen3", head_dim=128, rope_theta=1e6).to(torch.bfloat16)
+@pytest.mark.parametrize("rule", [None, {**YARN, "original_max_position_embeddings": 32768}], ids=["plain", "yarn"])
+def test_c03_angles_stay_fp32_after_a_cast(rule: dict[str, Any] | None) -> None:
+    model = tiny_model("qwen3", head_dim=128, rope_theta=1e6, rope_scaling=rule).to(torch.bfloat16)
     assert model.inv_freq.dtype == torch.float32 and model.embed.dtype == torch.bfloat16
     exact = 1e6 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    if rule is not None:  # the closed form in fp64, from turns 32 (dimension 23) to turn 1 (dimension 40)
+        keep = 1 - ((torch.arange(64, dtype=torch.float64) - 23) / (40 - 23)).clamp(0, 1)
+        exact = exact / 4 * (1 - keep) + exact * keep
     for position, bound in ((257, 2e-5), (4095, 2e-4), (32767, 1e-3), (131071, 1e-2)):
         at = angles(torch.tensor([position]), model.inv_freq, 1.0, torch.bfloat16)
         assert (at.cos[0].double() - (position * exact).cos()).abs().max() <= bound

@@ -26,7 +26,8 @@ from tests.fake_records import requests, timed
 SECTIONS = {
     "cell": "model benchmark method batch seed evidence acceptance",
     "environment": "device driver torch triton transformers commit dirty copy_tb_s",
-    "workload": "requests prompt_tokens data_hash truncated",
+    "model": "source revision context rope end_ids suggested_sampling",
+    "workload": "requests prompt_tokens data_hash truncated original_tokens template_hash first_ids tasks",
     "sampling": "temperature top_k top_p seed verification",
     "tokens": "committed drafted accepted rounds prompt",
     "timing": "prefill_s decode_s passes draft_pass_ms verify_pass_ms mixed_pass_ms host_gap repeats",
@@ -50,9 +51,13 @@ def test_a_record_comes_back_equal_and_has_the_keys_of_the_contract(tmp_path: Pa
     tree = json.loads((tmp_path / "a" / RECORD).read_text())
     assert tree["schema"] == 1
     assert {name: set(tree[name]) for name in SECTIONS} == {name: set(keys.split()) for name, keys in SECTIONS.items()}
-    assert set(tree) - set(SECTIONS) == {"schema", "cell_id", "status", "error", "config", "protocol", "calibration"}
+    others = "schema cell_id status error config protocol quality calibration"
+    assert set(tree) - set(SECTIONS) == set(others.split())
     line = json.loads((tmp_path / "a" / REQUESTS).read_text().splitlines()[0])
-    assert list(line) == ["id", "prompt_ids_sha1", "prompt_tokens", "output_ids", "finish_reason", "seed", "rounds"]
+    assert list(line) == [
+        "id", "prompt_ids_sha1", "prompt_tokens", "output_ids", "finish_reason", "seed", "rounds", "original_tokens",
+        "graded", "parting",
+    ]  # fmt: skip
 
 
 def test_missing_is_null_and_unknown_is_refused() -> None:

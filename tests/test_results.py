@@ -6,8 +6,9 @@ import pytest
 
 from experiments.gpu_tables import GPU, write_gpu_tables
 from experiments.metrics import check
+from experiments.quality import QUALITY
 from experiments.records import find_records, read_record
-from experiments.redraw import find_fig1, redraw
+from experiments.redraw import find_fig1, redraw, redraw_quality
 from experiments.tables import write_tables
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -25,8 +26,9 @@ def test_a_committed_record_follows_from_its_requests(folder: Path) -> None:
 def test_committed_tables_are_rebuilt_byte_for_byte(tmp_path: Path) -> None:
     """All of them: a table that no record asks for any more is not left behind."""
     written = [
-        *write_tables(find_fig1(RESULTS / "records"), tmp_path),
-        *write_gpu_tables(RESULTS / "records" / GPU, tmp_path),
+        *write_tables(find_fig1(RESULTS / "records"), tmp_path / "tables"),
+        *write_gpu_tables(RESULTS / "records" / GPU, tmp_path / "tables"),
+        *redraw_quality(RESULTS / "records" / QUALITY, tmp_path),
     ]
     for path in written:
         assert path.read_bytes() == (RESULTS / "tables" / path.name).read_bytes(), path.name

@@ -13,7 +13,7 @@ from experiments.check import check
 from experiments.config import CONF, for_method, plain, register
 from experiments.gate import Gate
 from experiments.layout import lay_out, make_method, resolve
-from experiments.loading import Config, shape_spec, unload
+from experiments.loading import Config, spec_of, unload
 from experiments.metrics import compared, predicted_speedup, predicted_tok_s, speedup
 from experiments.records import PASSES, find_records, read_record, read_requests
 from experiments.run import run
@@ -190,7 +190,7 @@ def test_every_cell_of_the_gpu_benchmark_composes(suite: str, tmp_path: Path) ->
                 answer = config["benchmark"]["max_new_tokens"]
                 assert answer > config["protocol"]["tokens_per_slot"]
                 if config["model"]["weights"] == "random":
-                    assert config["benchmark"]["source"]["context"] + answer <= shape_spec(config["model"]).max_len
+                    assert config["benchmark"]["source"]["context"] + answer <= spec_of(config).max_len
             words = words_for(bench, ["batch=3", "acceptance=measured"], tmp_path)
             assert "batch=3" in words and "acceptance=measured" in words
 

@@ -20,7 +20,7 @@ def cpu(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root, names = tmp_path_factory.mktemp("gpu"), ["aime25", "longbench_16k", "longbench_v2_80k"]
+    root, names = tmp_path_factory.mktemp("gpu"), ["aime25", "longbench_16k", "longbench2_80k"]
     shapes = write_comparison(root, names, "qwen3_1p7b", evidence="shapes", acceptance="emulated:hetero", **GPU)
     return shapes + write_comparison(
         root / "m", names, "qwen3_8b", evidence="modelled", acceptance="emulated:replay", **GPU
@@ -64,8 +64,8 @@ def test_a_baseline_of_another_run_gives_a_reason(tmp_path: Path) -> None:
 
 def test_published_numbers_stand_where_they_exist(cpu: list[Path], gpu: list[Path]) -> None:
     table = tables.frame(tables.load(gpu)).set_index(["model", "benchmark", "method"])
-    assert table.loc[("qwen3_1p7b", "longbench_v2_80k", "aspire"), figures.PAPER] == 4.58
-    assert table.loc[("qwen3_8b", "longbench_v2_80k", "aspire_fixed"), figures.PAPER] == 2.22
+    assert table.loc[("qwen3_1p7b", "longbench2_80k", "aspire"), figures.PAPER] == 4.58
+    assert table.loc[("qwen3_8b", "longbench2_80k", "aspire_fixed"), figures.PAPER] == 2.22
     assert pd.isna(table.loc[("qwen3_8b", "aime25", "sparsespec"), figures.PAPER])
     shown = tables.display(tables.frame(tables.load(cpu)))
     assert set(shown[figures.PAPER]) == {"–"}

@@ -177,8 +177,11 @@ def half_split(weight: Tensor, head_dim: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-def gguf_spec(file: GGUFFile) -> ModelSpec:
-    """Spec from the metadata; ValueError for another architecture or an absent number."""
+def gguf_spec(file: GGUFFile, rope_scaling: dict[str, Any] | None = None) -> ModelSpec:
+    """Spec from the metadata, its scaling rule replaced by rope_scaling unless that is None.
+
+    ValueError for another architecture or an absent number.
+    """
     if file.arch not in MODEL_TYPES:
         supported = ", ".join(MODEL_TYPES)
         raise ValueError(f"{file.path}: architecture {file.arch!r} is not supported; supported: {supported}")
@@ -200,7 +203,7 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
         "rope_theta": file.number("rope.freq_base"),
         "max_position_embeddings": file.number("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_scaling": _rope_scaling(file),
+        "rope_scaling": _rope_scaling(file) if rope_scaling is None else rope_scaling,
         "eos_token_id": file.meta.get("tokenizer.ggml.eos_token_id"),
     }
     return ModelSpec.from_hf(config, {"eos_token_id": file.meta.get("tokenizer.ggml.eot_token_id")})
@@ -222,6 +225,8 @@ def _rope_scaling(file: GGUFFile) -> dict[str, Any] | None:
     rule = {
         "factor": file.number("rope.scaling.factor"),
         "original_max_position_embeddings": file.number("rope.scaling.original_context_length"),
-        "attention_factor": file.number("rope.scaling.attn_factor"),
+        "attention_factor": file.number("rope.scaling.yarn_attn_factor"),
+        "beta_fast": file.number("rope.scaling.yarn_beta_fast"),
+        "beta_slow": file.number("rope.scaling.yarn_beta_slow"),
     }
     return {"rope_type": kind, **{key: value for key, value in rule.items() if value is not None}}

@@ -1,7 +1,7 @@
 """Where do the weights come from? A Hugging Face folder, a GGUF file, or a seed; every source fills every tensor.
 
 All sources go through one table, `hf_state_dict`: Hugging Face's names over views of the fused weights. Loading
-copies into the views, exporting reads them. Names, shapes and file sizes are checked before memory is allocated.
+writes into the views, exporting reads them. Names, shapes and file sizes are checked before memory is allocated.
 """
 
 import importlib.util
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from aspire.model.decoder import Decoder, Layer
 from aspire.model.files import Shape, check_tensors, find_tensors, read_json, tokenizer_eos
 from aspire.model.gguf_file import FREQS, gguf_spec, half_split, hf_name, read_gguf
-from aspire.model.spec import ModelSpec
+from aspire.model.read import read_tensors
+from aspire.model.spec import ModelSpec, with_rope_scaling
 
 EMBEDDED = ("smollm2-135m", "embedded")
 
@@ -28,14 +28,24 @@ def load(
 ) -> Decoder:
     """Load the embedded model (by alias), a .gguf file or a folder, packed for this machine.
 
-    rope_scaling replaces what a folder's config says. Raises ValueError as the loaders do.
+    rope_scaling replaces what the folder's config or the file's metadata says. Raises ValueError as the loaders do.
     """
     path = resolve(source)
-    if path.suffix != ".gguf":
-        return load_folder(path, dtype, device, rope_scaling).pack()
-    if rope_scaling is not None:
-        raise ValueError(f"{path}: rope_scaling is part of a GGUF file's metadata; leave it null")
-    return load_gguf(path, dtype, device).pack()
+    loader = load_gguf if path.suffix == ".gguf" else load_folder
+    return loader(path, dtype, device, rope_scaling).pack()
+
+
+def read_spec(source: str | Path, rope_scaling: dict[str, Any] | None = None) -> ModelSpec:
+    """What `load` would build from the same source, without reading weights. Raises ValueError as the loaders do.
+
+    End ids are those of a folder's config, generation config and tokenizer together, or of a file's metadata.
+    """
+    path = resolve(source)
+    if path.suffix == ".gguf":
+        return gguf_spec(read_gguf(path), rope_scaling)
+    config = {"_name_or_path": path.name, **read_json(path / "config.json")}
+    generation = read_json(path / "generation_config.json", optional=True)
+    return ModelSpec.from_hf(with_rope_scaling(config, rope_scaling), generation, tokenizer_eos(path))
 
 
 def resolve(source: str | Path) -> Path:
@@ -114,35 +124,31 @@ def load_folder(
     unsupported model. A stale index gives way, with a warning, to files that hold a complete set.
     """
     folder = Path(path)
-    config = {"_name_or_path": folder.name, **read_json(folder / "config.json")}
-    if rope_scaling is not None:
-        kept = {k: v for k, v in (config.get("rope_parameters") or {}).items() if k == "rope_theta"}
-        config = {**config, "rope_scaling": rope_scaling, "rope_parameters": kept}
-    spec = ModelSpec.from_hf(
-        config,
-        read_json(folder / "generation_config.json", optional=True),
-        tokenizer_eos(folder),
-    )
+    spec = read_spec(folder, rope_scaling)
     expected = _shapes(spec)
     found = {name: at for name, at in find_tensors(folder, expected).items() if not _ignored(name, spec)}
-    check_tensors({name: shape for name, (_, shape) in found.items()}, expected, folder)
+    check_tensors({name: at.shape for name, at in found.items()}, expected, folder)
     model = Decoder(spec, dtype, device)
     views = hf_state_dict(model)
-    for file in sorted({file for file, _ in found.values()}):
-        with safe_open(file, "pt") as tensors:
-            for name in (name for name, at in found.items() if at[0] == file):
-                views[name].copy_(tensors.get_tensor(name))
+    read_tensors((at, views[name]) for name, at in found.items())
     return model
 
 
-def load_gguf(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
+def load_gguf(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    rope_scaling: dict[str, Any] | None = None,
+) -> Decoder:
     """Load a GGUF file of architecture llama, qwen2 or qwen3, dequantised to `dtype`.
+
+    rope_scaling replaces what the file's metadata says.
 
     ValueError naming the file or tensor: absent or truncated file, missing, unexpected or misshapen tensor,
     unsupported architecture.
     """
     file = read_gguf(Path(path))
-    spec = gguf_spec(file)
+    spec = gguf_spec(file, rope_scaling)
     names = {name: hf_name(name) for name in file.tensors if name != FREQS}
     check_tensors({names[name]: file.tensors[name].shape for name in names}, _shapes(spec), file.path)
     model = Decoder(spec, dtype, device)

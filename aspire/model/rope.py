@@ -15,7 +15,7 @@ from aspire.model.spec import ModelSpec
 
 
 def inv_freq(spec: ModelSpec) -> tuple[Tensor, float]:
-    """Frequencies fp32 [D/2] and the scale of cos and sin, for the rule in `spec.rope_scaling`.
+    """Frequencies fp32 [D/2] and the scale of cos and sin, for the rule in `spec.rope_scaling`; bits of transformers.
 
     Source: transformers modeling_rope_utils (the closed forms of Llama 3.1 and of YaRN, arXiv 2309.00071).
     ValueError for an unknown rule or one that lacks a number.
@@ -39,15 +39,23 @@ def inv_freq(spec: ModelSpec) -> tuple[Tensor, float]:
 
 def _plain(theta: float, head_dim: int) -> Tensor:
     """Frequencies without scaling, [D/2]."""
-    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    return 1.0 / _powers(theta, head_dim)
+
+
+def _powers(theta: float, head_dim: int) -> Tensor:
+    """theta^(2i/D), [D/2]."""
+    powers: Tensor = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    return powers
 
 
 def _llama3(base: Tensor, rule: dict[str, Any]) -> Tensor:
-    """Keep short wavelengths, divide long ones by the factor, blend between."""
+    """Keep short wavelengths, divide long ones by the factor, blend between; rounded as transformers rounds."""
     low, high, old = rule["low_freq_factor"], rule["high_freq_factor"], rule["original_max_position_embeddings"]
-    turns = old * base / (2 * math.pi)  # turns within the original context
-    blend = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - blend) * base / rule["factor"] + blend * base
+    length = 2 * math.pi / base  # wavelength in tokens
+    blend = (old / length - low) / (high - low)
+    mixed = (1 - blend) * base / rule["factor"] + blend * base
+    mixed = torch.where(length < old / high, base, mixed)
+    return torch.where(length > old / low, base / rule["factor"], mixed)
 
 
 def llama3_divisors(theta: float, rule: dict[str, Any], head_dim: int) -> Tensor:
@@ -67,15 +75,22 @@ def _yarn(base: Tensor, rule: dict[str, Any], spec: ModelSpec) -> Tensor:
     if rule.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.head_dim - 1)
-    ramp = (torch.arange(spec.head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    ramp = (torch.arange(spec.head_dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
     keep = 1 - ramp.clamp(0, 1)
-    return base / rule["factor"] * (1 - keep) + base * keep
+    stretched = 1.0 / (rule["factor"] * _powers(spec.rope_theta, spec.head_dim))
+    return stretched * (1 - keep) + base * keep  # in this order: a last bit of a frequency is 0.01 at 131,071
 
 
 def _yarn_scale(rule: dict[str, Any]) -> float:
-    """Stated attention factor, else 0.1 ln(factor) + 1."""
-    given = rule.get("attention_factor")
-    return float(given) if given is not None else 0.1 * math.log(max(rule["factor"], 1.0)) + 1.0
+    """Stated attention factor, else the quotient of two stated mscales, else 0.1 ln(factor) + 1."""
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(rule["factor"]) + 1.0 if rule["factor"] > 1 else 1.0
+
+    if rule.get("attention_factor") is not None:
+        return float(rule["attention_factor"])
+    above, below = rule.get("mscale"), rule.get("mscale_all_dim")
+    return scale(above) / scale(below) if above and below else scale(1.0)
 
 
 def angles(positions: Tensor, freq: Tensor, scale: float, dtype: torch.dtype) -> Angles:

@@ -106,6 +106,14 @@ class ModelSpec:
         return (embeddings + self.layers * layer + self.hidden_size) * dtype.itemsize
 
 
+def with_rope_scaling(config: dict[str, Any], rule: dict[str, Any] | None) -> dict[str, Any]:
+    """The config with another scaling rule, None = its own; the base frequency stays."""
+    if rule is None:
+        return config
+    kept = {key: value for key, value in (config.get("rope_parameters") or {}).items() if key == "rope_theta"}
+    return {**config, "rope_scaling": rule, "rope_parameters": kept}
+
+
 def _refuse_unsupported(config: dict[str, Any]) -> None:
     """ValueError for the options of these families that would change the arithmetic."""
     rope = config.get("rope_parameters") or {}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from aspire.model.files import read_json
 from aspire.model.gguf_file import read_gguf
 from aspire.model.load import resolve
 
@@ -33,7 +34,28 @@ def load_tokenizer(source: str | Path) -> "PreTrainedTokenizerFast":
         raise ValueError(f"{path} holds no tokenizer.json; download it with the checkpoint")
     from transformers import AutoTokenizer
 
-    return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(path, local_files_only=True))
+    tokenizer = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(path, local_files_only=True))
+    wanted = read_json(path / "tokenizer_config.json", optional=True).get("add_bos_token")
+    if wanted is not None and tokenizer.bos_token is not None:
+        _set_bos(tokenizer, wanted)
+    return tokenizer
+
+
+def _set_bos(tokenizer: "PreTrainedTokenizerFast", wanted: bool) -> None:
+    """Let texts begin with the begin token or not, as `add_bos_token` says; transformers 5 ignores that setting."""
+    ids = tokenizer("a", verbose=False)["input_ids"]
+    if wanted == (ids[:1] == [tokenizer.bos_token_id]):
+        return
+    bare = processors.ByteLevel(trim_offsets=False)
+    backend = tokenizer.backend_tokenizer
+    bos = str(tokenizer.bos_token)
+    backend.post_processor = _begin_with(bos, tokenizer.bos_token_id) if wanted else bare
+
+
+def _begin_with(bos: str, index: int) -> processors.Sequence:
+    """The begin token before each text."""
+    template = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, index)])
+    return processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
 
 
 def prompt_ids(tokenizer: "PreTrainedTokenizerFast", prompt: str | list[dict[str, str]], **template: Any) -> list[int]:
@@ -62,13 +84,7 @@ def _from_gguf(path: Path) -> "PreTrainedTokenizerFast":
     tokenizer = _byte_level_bpe(meta, path)
     # llama.cpp adds the first token for this vocabulary unless the file says otherwise
     if meta.get("add_bos_token", meta.get("pre") == "llama-bpe") and "bos" in special:
-        bos = special["bos"]
-        tokenizer.post_processor = processors.Sequence(
-            [
-                processors.ByteLevel(trim_offsets=False),
-                processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, names["bos"])]),
-            ]
-        )
+        tokenizer.post_processor = _begin_with(special["bos"], meta["bos_token_id"])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=special.get("bos"),

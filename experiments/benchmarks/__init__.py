@@ -1,5 +1,5 @@
-"""Which prompts does a run ask, and which answers are right? Three sources need no download, the others come from the
-Hugging Face Hub or from local files.
+"""Which prompts does a run ask, and which answers are right? Three sources need no download, the others read files of
+the Hugging Face Hub or of this machine.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,16 +15,17 @@ from .item import (
     encode_chat,
     fit_document,
     request_seed,
+    template_hash,
 )
 from .pystdlib import PyStdlib
 from .shapes import Shapes
 
 if TYPE_CHECKING:
-    from .hub import HubBenchmark
+    from .files import FileBenchmark
 
 __all__ = [
     "Arithmetic",
-    "HubBenchmark",
+    "FileBenchmark",
     "Item",
     "Problem",
     "PyStdlib",
@@ -38,13 +39,14 @@ __all__ = [
     "fit_document",
     "grade",
     "request_seed",
+    "template_hash",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """HubBenchmark when it is asked for: only it needs the data set library."""
-    if name == "HubBenchmark":
-        from .hub import HubBenchmark
+    """FileBenchmark when it is asked for: only it needs the data set library."""
+    if name == "FileBenchmark":
+        from .files import FileBenchmark
 
-        return HubBenchmark
+        return FileBenchmark
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

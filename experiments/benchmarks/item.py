@@ -6,6 +6,7 @@ tokenizer asks for and no others, and is only ever shortened inside its document
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from aspire.model.tokenizer import prompt_ids
 
-# Tokens that can vanish where the document meets the template around it.
-_MERGE_SLACK = 8
 _SECANT_STEPS = 8
 
 
@@ -22,8 +21,9 @@ _SECANT_STEPS = 8
 class Item:
     """One prompt with the seed of its answer.
 
-    id ends in `#` and the repeat index. original_tokens counts the document before it was cut; a prompt without a
-    document counts itself. answer is None where the benchmark has none.
+    id ends in `#` and the repeat index. original_tokens: tokens of the whole prompt before its document was cut, and
+    len(prompt_ids) where nothing was. answer is None where the benchmark has none, a JSON list where several are
+    accepted. task: the part of the benchmark that the prompt belongs to. classes: what a classification chooses from.
     """
 
     id: str
@@ -32,6 +32,8 @@ class Item:
     seed: int
     truncated: bool
     original_tokens: int
+    task: str | None = None
+    classes: tuple[str, ...] = ()
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
@@ -40,15 +42,20 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, user_text: str, system: str | None = None, thinking: bool | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    user_text: str,
+    system: str | None = None,
+    thinking: bool | None = None,
+    chat: bool = True,
 ) -> list[int]:
     """Prompt ids up to the point where the model answers.
 
     With a chat template the template alone decides about BOS: its text is never tokenised a second time. A base model
     has no template and gets the text with the special tokens its tokenizer is configured to add. thinking is handed to
-    templates that know `enable_thinking`; None leaves the template's own default.
+    templates that know `enable_thinking`; None leaves the template's own default. chat: False treats any model as a
+    base model.
     """
-    if tokenizer.chat_template is None:
+    if tokenizer.chat_template is None or not chat:
         return prompt_ids(tokenizer, "\n\n".join(filter(None, (system, user_text))))
     messages = [{"role": "user", "content": user_text}]
     if system is not None:
@@ -63,6 +70,12 @@ def answer_part(text: str) -> str | None:
     if closed:
         return answer
     return None if "<think>" in text else text
+
+
+def template_hash(tokenizer: PreTrainedTokenizerBase, template: str, thinking: bool | None, chat: bool = True) -> str:
+    """Short fingerprint of how text becomes a prompt: the benchmark's template, the chat template and its switch."""
+    parts = [template, tokenizer.chat_template if chat else None, thinking]
+    return hashlib.sha1(json.dumps(parts).encode(), usedforsecurity=False).hexdigest()[:12]
 
 
 def request_seed(base_seed: int, item_id: str, repeat: int) -> int:
@@ -101,7 +114,6 @@ def cut_end(document: str, characters: int) -> str:
 
 
 def fit_document(
-    tokenizer: PreTrainedTokenizerBase,
     render: Callable[[str], list[int]],
     document: str,
     limit: int,
@@ -110,21 +122,21 @@ def fit_document(
     """Shorten the document, and nothing else, until the prompt has at most `limit` tokens.
 
     render turns a document into the final prompt ids, so template, question and choices are outside the part that is
-    cut. Returns (prompt ids, truncated, tokens of the whole document). Raises ValueError if the prompt is too long
-    even with an empty document.
+    cut. Returns (prompt ids, truncated, tokens of the whole prompt). Raises ValueError if the prompt is too long even
+    with an empty document.
     """
-    original = count_tokens(tokenizer, document)
-    if original <= limit + _MERGE_SLACK:  # else it cannot fit, and a long document is not tokenised twice
-        ids = render(document)
-        if len(ids) <= limit:
-            return ids, False, original
+    ids = render(document)
+    original = len(ids)
+    if original <= limit:
+        return ids, False, original
     bare = render("")
     if len(bare) > limit:
         raise ValueError(
             f"the prompt needs {len(bare)} tokens without its document, the limit is {limit}: "
             "raise the limit (longer context, fewer new tokens)"
         )
-    return _longest_fit(lambda kept: render(cut(document, kept)), bare, len(document), original, limit), True, original
+    tokens = max(original - len(bare), 1)
+    return _longest_fit(lambda kept: render(cut(document, kept)), bare, len(document), tokens, limit), True, original
 
 
 def _longest_fit(

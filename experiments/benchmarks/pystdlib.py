@@ -76,7 +76,7 @@ class PyStdlib:
         document = _document(tokenizer, lead, fill, self.prompt_tokens)
         instruction = _instruction(tokenizer, lead, document, self.prompt_tokens, rng)
         ids, truncated, original = fit_document(
-            tokenizer, lambda text: _render(tokenizer, text, instruction), document, self.prompt_tokens, cut_end
+            lambda text: _render(tokenizer, text, instruction), document, self.prompt_tokens, cut_end
         )
         name = f"pystdlib/{lead.name}"
         return Item(f"{name}#0", tuple(ids), None, request_seed(self.seed, name, 0), truncated, original)
