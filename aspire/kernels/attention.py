@@ -300,10 +300,10 @@ def budget(tune: Tuning, device: torch.device, kv_heads: int, dim: int) -> int:
 
 
 def slots_of(tune: Tuning, device: torch.device, dim: int) -> int:
-    """Programs of a call that a GPU holds at once, by the shared memory of their stages; 0 in the interpreter."""
+    """Programs of a call that a GPU holds at once, by the shared memory of the loads ahead; 0 in the interpreter."""
     if device.type != "cuda":
         return 0
-    held = tune.stages * tune.tile * max(dim, 16) * 2 * 2  # keys and values of 16 bits
+    held = max(1, tune.stages - 1) * tune.tile * max(dim, 16) * 2 * 2  # keys and values of 16 bits
     return torch.cuda.get_device_properties(device).multi_processor_count * max(1, SHARED_BYTES // held)
 
 
