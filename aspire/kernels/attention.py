@@ -285,7 +285,7 @@ def tuning(rows: int, widest: int, group: int, kv_heads: int, dense: bool, items
     itemsize: bytes of a number in the cache; the table is for 2, and more of them take tiles of half the keys.
     """
     kind = "dense" if dense else "mixed" if widest > 1 else "drafts"
-    if kind == "drafts" and not 64 < rows * kv_heads < 256:  # either too few lines to fill a GPU, or plenty
+    if kind == "drafts" and not 64 < rows * kv_heads < 320:  # either too few lines to fill a GPU, or plenty
         kind = "many drafts"
     tune = TUNED.get((query_tile(widest, group), kind), Tuning(32, 8, 2, 8))
     return tune if itemsize <= 2 else replace(tune, tile=tune.tile // 2)
