@@ -90,7 +90,7 @@ def _plan_kernel(
     width, position, sparse, count, tail_start, pieces, spans, rows, heads, unit, budget, size, kv_heads, slots,
     LOW: tl.constexpr, HIGH: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """One program for P pieces of a plan; each counts all of them, which takes less time than to wait for one that does."""
+    """One program for P pieces of a plan; each counts all of them, which is faster than to wait for one that does."""
     plan = tl.program_id(0)
     r = tl.arange(0, R)
     there = r < rows
