@@ -49,8 +49,8 @@ def row_tiles(
 def drain(programs: Tensor, slots: int) -> Tensor:
     """Programs that a full bus would run in the time of these, measured on an H200.
 
-    The last, partial wave is slow, and programs of equal work do not end together. A quarter tile is counted with each
-    program for its start, by the callers.
+    The last, partial wave is slow, and programs of equal work do not end together. The callers add a quarter tile for
+    the start of each program, and three quarters of a tile for merging where any row is split.
     """
     last = programs % slots
     return programs - last + slots // 12 + torch.where(last > 0, torch.maximum(last, slots // 3 + last * 9 // 20), 0)
@@ -69,7 +69,8 @@ def plan_work_torch(tiles: Tensor, budget: int, kv_heads: int = 1, slots: int = 
         each = (-(-tiles // number.clamp(min=1))).clamp(min=1)
         number = -(-tiles // each)
         programs = number.sum(1, keepdim=True) * kv_heads
-        cost = drain(programs, max(slots, 1)) * (4 * torch.where(tiles > 0, each, 0).amax(1, keepdim=True) + 1)
+        most, split = torch.where(tiles > 0, each, 0).amax(1, keepdim=True), number.amax(1, keepdim=True) > 1
+        cost = drain(programs, max(slots, 1)) * (4 * most + 1) + split * 3 * slots
         better = cost < least
         least, count, share = least.minimum(cost), torch.where(better, number, count), torch.where(better, each, share)
     first = count.cumsum(1) - count
@@ -117,6 +118,7 @@ def _plan_kernel(
         last = programs % slots
         slow = tl.where(last > 0, tl.maximum(last, slots // 3 + last * 9 // 20), 0)
         cost = (programs - last + slots // 12 + slow) * (4 * tl.max(tl.where(tiles > 0, each, 0), 0) + 1)
+        cost += tl.where(tl.max(count_now, 0) > 1, 3 * slots, 0)
         better = cost < least
         least = tl.minimum(least, cost)
         number, share = tl.where(better, count_now, number), tl.where(better, each, share)
