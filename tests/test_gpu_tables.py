@@ -167,8 +167,8 @@ def test_plain_decoding_stands_beside_vllm(out: Path) -> None:
     assert filled["step ms"] == pytest.approx(8 * 12 * 10 / 120)  # ms of 96 tokens in 120 passes
     assert pd.isna(filled[gpu_tables.PREFILL]) and pd.isna(filled["prefill / vLLM's"])
     assert filled["note"] == "no prefill: prompt KV is random"
-    assert prefilled[gpu_tables.PREFILL] == pytest.approx(2.0 / 12) and pd.isna(prefilled["note"])
-    assert prefilled["prefill / vLLM's"] == pytest.approx((2.0 / 12) / (4.0 / 32), rel=1e-3)
+    assert prefilled[gpu_tables.PREFILL] == pytest.approx(2.0 / 8) and pd.isna(prefilled["note"])
+    assert prefilled["prefill / vLLM's"] == pytest.approx((2.0 / 8) / (4.0 / 32))
     assert (
         pd.isna(failed["decode tok/s"]) and failed["note"] == "autoregressive failed: out of memory; vLLM not measured at this batch"
     )
