@@ -77,9 +77,12 @@ CELLS = [
     Cell("dense", 32, 32_768, at_least=1.0),
     Cell("dense", 8, 90_000, 4, at_least=1.0),
     Cell("dense", 64, 4_096, at_least=0.97),
+    Cell("dense", 13, 90_000),  # rows that do not fill the last wave of programs by themselves
+    Cell("dense", 64, 17_000),
     Cell("dense", 128, 7_000, 3, 3, 64),
     Cell("draft", 12, 90_000, read=6_300, at_least=0.85),
     Cell("draft", 64, 17_000, read=1_190, at_least=0.85),
+    Cell("draft", 34, 35_000, read=2_450),
     Cell("draft", 7, 90_000, 4, read=6_300, at_least=0.75),
     Cell("draft", 12, 90_000, read=6_300, block=1, tail=1),
     Cell("verify", 12, 90_000, width=8, at_least=0.85),

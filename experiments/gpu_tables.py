@@ -28,6 +28,7 @@ MODELS = ("smollm2_135m", "qwen3_1p7b", "qwen3_8b", "ds_r1_llama_8b")
 FIXED = "aspire.policies.Fixed"
 TOK_S, SPEEDUP, INTERVAL = "decode tok/s min–max", "decode speed-up min–max", "acceptance 95 %"
 ROUND = "tokens per round (committed/rounds)"
+PREFILL = "prefill s a prompt"
 # One column of the printed table, two of the CSV.
 SPREAD = {
     TOK_S: ("decode tok/s min", "decode tok/s max"),
@@ -63,8 +64,8 @@ SHEETS = {
         "gpu_autoregressive",
         {
             **SIZES, "decode tok/s": 1, TOK_S: 1, "vLLM tok/s": 1, "tok/s / vLLM's": 3, "step ms": 3,
-            "vLLM step ms": 3, "HBM efficiency": 3, "host gap": 4, "prefill s": 2, "vLLM prefill s": 2,
-            "prefill s / vLLM's": 2, "peak GiB": 2, "planned GiB": 2,
+            "vLLM step ms": 3, "HBM efficiency": 3, "host gap": 4, PREFILL: 3, f"vLLM {PREFILL}": 3,
+            "prefill / vLLM's": 2, "peak GiB": 2, "planned GiB": 2,
         },
         "Plain decoding on random weights beside vLLM on the same GPU in the same hour: median of the repeats, slowest "
         "and fastest. HBM efficiency: fewest bytes of the passes / copy bandwidth / their time. Host gap: share of the "
@@ -210,6 +211,7 @@ def row_of(cell: Cell, base: Cell | None, best: Record | None) -> dict[str, Any]
         "HBM efficiency": record.metrics.hbm_efficiency,
         "host gap": timing.host_gap,
         "planned GiB": pick(record.protocol, "planned_gib"),
+        "prompts": record.workload.requests,
         "random prompts": pick(record.protocol, "prompt_kv") == "random",
         "note": "; ".join(reason for reason in reasons if reason) or None,
     }  # fmt: skip
@@ -227,32 +229,42 @@ def predicted_speedup(cell: Cell, base: Cell | None) -> tuple[float | None, str 
 
 
 def beside_vllm(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """The rows of plain decoding, with vLLM's of the same cell where they were measured: medians, if several times."""
+    """The rows of plain decoding, with vLLM's of the same cell where they were measured: medians, if several times.
+
+    Prefill is compared by the prompt, so that one prompt of a context stands for a batch of them.
+    """
     lines: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for text in path.read_text("utf-8").splitlines() if path.exists() else []:
         if text.strip():
             line = json.loads(text)
-            lines.setdefault((line["model"], line["batch"], line["context"]), []).append(line)
+            line[PREFILL] = metrics.ratio(line.get("prefill_s"), line["batch"])
+            for batch in (line["batch"], None):
+                lines.setdefault((line["model"], batch, line["context"]), []).append(line)
 
     def added(row: dict[str, Any]) -> dict[str, Any]:
-        theirs = lines.get((vllm_name(row["model"]), row["batch"], row["context"]), [])
-        tok_s, step, prefill = (
-            median(known) if (known := [x[key] for x in theirs if x.get(key) is not None]) else None
-            for key in ("tok_s", "step_ms", "prefill_s")
-        )
-        reasons = [row["note"], None if theirs else "vLLM not measured"]
+        model, context = vllm_name(row["model"]), row["context"]
+        theirs = lines.get((model, row["batch"], context), [])
+        tok_s, step = middle(theirs, "tok_s"), middle(theirs, "step_ms")
+        prefill = middle(lines.get((model, None, context), []), PREFILL)
+        reasons = [row["note"], None if theirs else "vLLM not measured at this batch"]
         if row["random prompts"]:
             reasons.append("no prefill: prompt KV is random")
-        own = None if row["random prompts"] else row["prefill s"]
+        own = None if row["random prompts"] else metrics.ratio(row["prefill s"], row["prompts"])
         return row | {
             "vLLM tok/s": tok_s, "tok/s / vLLM's": metrics.ratio(row["decode tok/s"], tok_s), "vLLM step ms": step,
-            "prefill s": own, "vLLM prefill s": prefill, "prefill s / vLLM's": metrics.ratio(own, prefill),
+            PREFILL: own, f"vLLM {PREFILL}": prefill, "prefill / vLLM's": metrics.ratio(own, prefill),
             "note": "; ".join(reason for reason in reasons if reason) or None,
         }  # fmt: skip
 
     # Records come through dicts, not the frame, which would turn None into NaN.
     rows = table.astype(object).where(table.notna(), None).to_dict("records")
     return pd.DataFrame([added(row) for row in rows if row["method"] == BASELINE])
+
+
+def middle(lines: list[dict[str, Any]], key: str) -> float | None:
+    """Median of what the lines say, None if they say nothing."""
+    known = [line[key] for line in lines if line.get(key) is not None]
+    return median(known) if known else None
 
 
 def vllm_name(model: str) -> str:

@@ -165,11 +165,12 @@ def test_plain_decoding_stands_beside_vllm(out: Path) -> None:
     assert (filled["decode tok/s min"], filled["decode tok/s max"]) == pytest.approx((100 / 1.2, 100 / 0.9), rel=1e-5)
     assert filled["HBM efficiency"] == 0.8765 and filled["host gap"] == 0.0125 and filled["planned GiB"] == 2.5
     assert filled["step ms"] == pytest.approx(8 * 12 * 10 / 120)  # ms of 96 tokens in 120 passes
-    assert pd.isna(filled["prefill s"]) and pd.isna(filled["prefill s / vLLM's"])
+    assert pd.isna(filled[gpu_tables.PREFILL]) and pd.isna(filled["prefill / vLLM's"])
     assert filled["note"] == "no prefill: prompt KV is random"
-    assert prefilled["prefill s / vLLM's"] == pytest.approx(0.5) and pd.isna(prefilled["note"])
+    assert prefilled[gpu_tables.PREFILL] == pytest.approx(2.0 / 8) and pd.isna(prefilled["note"])
+    assert prefilled["prefill / vLLM's"] == pytest.approx((2.0 / 8) / (4.0 / 32))
     assert (
-        pd.isna(failed["decode tok/s"]) and failed["note"] == "autoregressive failed: out of memory; vLLM not measured"
+        pd.isna(failed["decode tok/s"]) and failed["note"] == "autoregressive failed: out of memory; vLLM not measured at this batch"
     )
 
 

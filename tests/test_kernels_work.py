@@ -9,7 +9,7 @@ from torch import Tensor
 from aspire.kernels import work as planning
 from aspire.kernels.blocks import count_below_torch, count_below_triton, resolve_torch, resolve_triton, unit_of
 from aspire.kernels.jit import triton
-from aspire.kernels.work import plan_work, plan_work_torch, plan_work_triton, row_tiles
+from aspire.kernels.work import drain, plan_work, plan_work_torch, plan_work_triton, row_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(triton is None, reason="needs triton")
@@ -140,18 +140,24 @@ def test_count_below(case: tuple[int, int, int, int, int], share: float) -> None
 
 @needs_triton
 @pytest.mark.parametrize("contexts", [[90_000] * 13, [90_000, 1, 6_000, 0, 17], [4_096] * 64, [5]], ids=str)
-def test_waves_come_out_even(contexts: list[int]) -> None:
-    """Kernel and twin agree, and no plan takes longer than the wish itself would, in waves of 132 programs."""
+def test_the_last_wave_is_a_full_one(contexts: list[int]) -> None:
+    """Kernel and twin agree, and no plan takes longer than the wish itself would, with 396 programs at once."""
     tiles = torch.tensor([[-(-n // 128) for n in contexts]])
     width = torch.tensor([int(n > 0) for n in contexts], device=DEVICE)
     position = (torch.tensor(contexts, device=DEVICE) - 1).clamp(min=0)
-    pieces, spans = plan_work_torch(tiles, 99, 8, 132)
-    (ours,) = plan_work_triton(width, position, 128, 99, kv_heads=8, slots=132)
+    pieces, spans = plan_work_torch(tiles, 99, 8, 396)
+    (ours,) = plan_work_triton(width, position, 128, 99, kv_heads=8, slots=396)
     real = pieces[0, :, :1] >= 0
     assert torch.equal(ours.spans.cpu(), spans[0]) and torch.equal(ours.pieces.cpu() * real, pieces[0] * real)
 
     def time(pieces: Tensor) -> int:
         runs = [end - begin for row, begin, end in pieces[0].tolist() if row >= 0]
-        return -(-len(runs) * 8 // 132) * (max(runs) + 1)
+        return int(drain(torch.tensor(len(runs) * 8), 396)) * (4 * max(runs) + 1)
 
     assert time(pieces) <= time(plan_work_torch(tiles, 99)[0])
+
+
+def test_few_programs_do_not_fill_the_bus() -> None:
+    """Full waves take their own time and a twelfth of one, a small rest that of a third of a wave at least."""
+    took = [int(drain(torch.tensor(n), 396)) - 33 for n in (0, 396, 792, 397, 396 + 390)]
+    assert took == [0, 396, 792, 396 + 132, 396 + 390]

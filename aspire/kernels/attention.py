@@ -251,22 +251,24 @@ def _merge_kernel(
 
 @dataclass(frozen=True)
 class Tuning:
-    """How one shape is run. tile: keys a tile; pieces: how many a multiprocessor takes, summed over heads."""
+    """How one shape is run. tile: keys a tile; pieces: how many a multiprocessor takes, summed over heads.
+
+    resident: programs that a multiprocessor holds at once, as registers and shared memory allow for heads of 128.
+    """
 
     tile: int
     warps: int
     stages: int
     pieces: int
+    resident: int = 2
 
-
-SHARED_BYTES = 227 * 1024  # of a multiprocessor, for its programs
 
 # (rows of the query tile, what the rows are) -> what ran best on an H200, see results/LOG.md.
 TUNED = {
-    (16, "dense"): Tuning(128, 4, 2, 6),
-    (16, "mixed"): Tuning(128, 4, 2, 6),
-    (16, "drafts"): Tuning(128, 4, 2, 3),
-    (16, "many drafts"): Tuning(64, 2, 2, 4),
+    (16, "dense"): Tuning(128, 4, 2, 6, 3),
+    (16, "mixed"): Tuning(128, 4, 2, 6, 3),
+    (16, "drafts"): Tuning(128, 4, 2, 3, 3),
+    (16, "many drafts"): Tuning(64, 2, 2, 4, 4),
     (32, "dense"): Tuning(128, 4, 2, 8),
     (32, "mixed"): Tuning(128, 4, 2, 6),
     (64, "dense"): Tuning(64, 4, 3, 12),
@@ -285,7 +287,7 @@ def tuning(rows: int, widest: int, group: int, kv_heads: int, dense: bool, items
     itemsize: bytes of a number in the cache; the table is for 2, and more of them take tiles of half the keys.
     """
     kind = "dense" if dense else "mixed" if widest > 1 else "drafts"
-    if kind == "drafts" and not 64 < rows * kv_heads < 256:  # either too few lines to fill a GPU, or plenty
+    if kind == "drafts" and not 64 < rows * kv_heads < 320:  # either too few lines to fill a GPU, or plenty
         kind = "many drafts"
     tune = TUNED.get((query_tile(widest, group), kind), Tuning(32, 8, 2, 8))
     return tune if itemsize <= 2 else replace(tune, tile=tune.tile // 2)
@@ -300,11 +302,11 @@ def budget(tune: Tuning, device: torch.device, kv_heads: int, dim: int) -> int:
 
 
 def slots_of(tune: Tuning, device: torch.device, dim: int) -> int:
-    """Programs of a call that a GPU holds at once, by the shared memory of their stages; 0 in the interpreter."""
+    """Programs of a call that a GPU holds at once, a third more of them with narrow heads; 0 in the interpreter."""
     if device.type != "cuda":
         return 0
-    held = tune.stages * tune.tile * max(dim, 16) * 2 * 2  # keys and values of 16 bits
-    return torch.cuda.get_device_properties(device).multi_processor_count * max(1, SHARED_BYTES // held)
+    resident = tune.resident if dim > 64 else tune.resident * 4 // 3
+    return torch.cuda.get_device_properties(device).multi_processor_count * resident
 
 
 def plan_rows(rows: Rows, group: int, kv_heads: int, dim: int, tune: Tuning | None = None) -> Work:

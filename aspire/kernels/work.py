@@ -4,7 +4,8 @@ Contract of `plan_work`. The keys of a row are cut into tiles of TILE keys: firs
 units, count * unit keys), then those of its tail (positions tail_start .. position + width - 1). A dense row has no
 head and tail_start 0; a row of width 0 reads nothing. A row that reads anything is cut into as many pieces as its
 share of all tiles is of the number wanted, rounded, at least one; its pieces are equal up to the last. The number
-wanted is `budget`, or near it the one with which the waves of programs on a GPU come out even. Result, for every plan
+wanted is `budget`, or near it the one with which a GPU, which runs `slots` programs at once, is done first: while few
+programs are left, they do not fill its memory bus, see `drain`. Result, for every plan
 p of the S plans: pieces [S, P, 3] int32 = (row, first tile, end tile), row -1 where there is none; spans [S, R, 2]
 int32 = (first piece, number of pieces) of each row. The grid of the attention kernel is the size of `pieces`, whatever
 the lengths are, so a captured pass stays valid.
@@ -45,6 +46,16 @@ def row_tiles(
     return torch.where(live, -(-heads // tile), 0), torch.where(live, -(-(last - start) // tile), 0).expand_as(heads)
 
 
+def drain(programs: Tensor, slots: int) -> Tensor:
+    """Programs that a full bus would run in the time of these, measured on an H200.
+
+    The last, partial wave is slow, and programs of equal work do not end together. The callers add a quarter tile for
+    the start of each program, and three quarters of a tile for merging where any row is split.
+    """
+    last = programs % slots
+    return programs - last + slots // 12 + torch.where(last > 0, torch.maximum(last, slots // 3 + last * 9 // 20), 0)
+
+
 def plan_work_torch(tiles: Tensor, budget: int, kv_heads: int = 1, slots: int = 0) -> tuple[Tensor, Tensor]:
     """The twin: tiles [S, R] of each row -> (pieces, spans)."""
     plans, rows = tiles.shape
@@ -57,8 +68,9 @@ def plan_work_torch(tiles: Tensor, budget: int, kv_heads: int = 1, slots: int = 
         number = torch.where(tiles > 0, several.clamp(min=1), 0)
         each = (-(-tiles // number.clamp(min=1))).clamp(min=1)
         number = -(-tiles // each)
-        waves = -(-number.sum(1, keepdim=True) * kv_heads // max(slots, 1))
-        cost = waves * (torch.where(tiles > 0, each, 0).amax(1, keepdim=True) + 1)
+        programs = number.sum(1, keepdim=True) * kv_heads
+        most, split = torch.where(tiles > 0, each, 0).amax(1, keepdim=True), number.amax(1, keepdim=True) > 1
+        cost = drain(programs, max(slots, 1)) * (4 * most + 1) + split * 3 * slots
         better = cost < least
         least, count, share = least.minimum(cost), torch.where(better, number, count), torch.where(better, each, share)
     first = count.cumsum(1) - count
@@ -79,6 +91,7 @@ def _plan_kernel(
     width, position, sparse, count, tail_start, pieces, spans, rows, heads, unit, budget, size, kv_heads, slots,
     LOW: tl.constexpr, HIGH: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
+    """One program for P pieces of a plan; each counts all of them, which is faster than to wait for one that does."""
     plan = tl.program_id(0)
     r = tl.arange(0, R)
     there = r < rows
@@ -101,27 +114,30 @@ def _plan_kernel(
         count_now = tl.where(tiles > 0, tl.maximum(several, 1), 0)
         each = tl.maximum((tiles + count_now - 1) // tl.maximum(count_now, 1), 1)
         count_now = (tiles + each - 1) // each
-        waves = (tl.sum(count_now, 0) * kv_heads + slots - 1) // slots
-        cost = waves * (tl.max(tl.where(tiles > 0, each, 0), 0) + 1)
+        programs = tl.sum(count_now, 0) * kv_heads
+        last = programs % slots
+        slow = tl.where(last > 0, tl.maximum(last, slots // 3 + last * 9 // 20), 0)
+        cost = (programs - last + slots // 12 + slow) * (4 * tl.max(tl.where(tiles > 0, each, 0), 0) + 1)
+        cost += tl.where(tl.max(count_now, 0) > 1, 3 * slots, 0)
         better = cost < least
         least = tl.minimum(least, cost)
         number, share = tl.where(better, count_now, number), tl.where(better, each, share)
     first = tl.cumsum(number, 0) - number
     used = tl.sum(number, 0)
-    tl.store(spans + (plan * rows + r) * 2, first.to(tl.int32), mask=there)
-    tl.store(spans + (plan * rows + r) * 2 + 1, number.to(tl.int32), mask=there)
-    for base in range(0, size, P):
-        p = base + tl.arange(0, P)
-        starts = (first[None, :] <= p[:, None]) & there[None, :]  # [P, R]
-        row = tl.sum(starts.to(tl.int32), 1) - 1
-        mine = r[None, :] == row[:, None]
-        each = tl.sum(tl.where(mine, share[None, :], 0), 1)
-        begin = (p - tl.sum(tl.where(mine, first[None, :], 0), 1)) * each
-        end = tl.minimum(begin + each, tl.sum(tl.where(mine, tiles[None, :], 0), 1))
-        at = pieces + (plan * size + p) * 3
-        tl.store(at, tl.where(p < used, row, -1), mask=p < size)
-        tl.store(at + 1, begin.to(tl.int32), mask=p < size)
-        tl.store(at + 2, end.to(tl.int32), mask=p < size)
+    if tl.program_id(1) == 0:
+        tl.store(spans + (plan * rows + r) * 2, first.to(tl.int32), mask=there)
+        tl.store(spans + (plan * rows + r) * 2 + 1, number.to(tl.int32), mask=there)
+    p = tl.program_id(1) * P + tl.arange(0, P)
+    starts = (first[None, :] <= p[:, None]) & there[None, :]  # [P, R]
+    row = tl.sum(starts.to(tl.int32), 1) - 1
+    mine = r[None, :] == row[:, None]
+    each = tl.sum(tl.where(mine, share[None, :], 0), 1)
+    begin = (p - tl.sum(tl.where(mine, first[None, :], 0), 1)) * each
+    end = tl.minimum(begin + each, tl.sum(tl.where(mine, tiles[None, :], 0), 1))
+    at = pieces + (plan * size + p) * 3
+    tl.store(at, tl.where(p < used, row, -1), mask=p < size)
+    tl.store(at + 1, begin.to(tl.int32), mask=p < size)
+    tl.store(at + 2, end.to(tl.int32), mask=p < size)
 
 
 def plan_work(
@@ -158,10 +174,11 @@ def plan_work_triton(
     pieces = torch.empty(plans, size, 3, dtype=torch.int32, device=width.device)
     spans = torch.empty(plans, rows, 2, dtype=torch.int32, device=width.device)
     assert count is None or count.is_contiguous(), "counts of all scopes lie together"
-    _plan_kernel[(plans,)](
+    chunk = 32
+    _plan_kernel[(plans, -(-size // chunk))](
         width, position, width if sparse is None else sparse.view(torch.uint8), width if count is None else count,
         width if tail_start is None else tail_start, pieces, spans, rows, heads, unit, budget, size, kv_heads,
-        max(slots, 1), LOW=low, HIGH=high, R=power_of_2(max(rows, 2)), P=32, TILE=tile, DENSE=count is None,
+        max(slots, 1), LOW=low, HIGH=high, R=power_of_2(max(rows, 2)), P=chunk, TILE=tile, DENSE=count is None,
     )  # fmt: skip
     return [Work(p, s, tile) for p, s in zip(pieces, spans)]
 
