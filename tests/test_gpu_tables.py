@@ -170,7 +170,8 @@ def test_plain_decoding_stands_beside_vllm(out: Path) -> None:
     assert prefilled[gpu_tables.PREFILL] == pytest.approx(2.0 / 8) and pd.isna(prefilled["note"])
     assert prefilled["prefill / vLLM's"] == pytest.approx((2.0 / 8) / (4.0 / 32))
     assert (
-        pd.isna(failed["decode tok/s"]) and failed["note"] == "autoregressive failed: out of memory; vLLM not measured at this batch"
+        pd.isna(failed["decode tok/s"])
+        and failed["note"] == "autoregressive failed: out of memory; vLLM not measured at this batch"
     )
 
 

@@ -224,16 +224,22 @@ def stepper_for(how: Verification, candidates: int = VOCAB) -> Stepper:
     return Stepper(model, None, Method(), how, candidates)  # type: ignore[arg-type]
 
 
+def append(stepper: Stepper, plan: Plan, state: SlotState, dist: Filtered, picks: Tensor) -> None:
+    """Draft as a step does: the token goes into the next column, and there is one draft more."""
+    stepper._append_drafts(plan, state, state.drafted, dist, picks)
+    state.drafted.add_(plan.draft)
+
+
 def play_round(stepper: Stepper, state: SlotState, draft: Q_OF, target: Tensor) -> Verdict:
     """Draft, verify and commit by the step's own functions; the logits are scripted instead of computed."""
     token = state.last_token
     for column in range(state.longest_draft):
         plan = Plan.of(state, torch.zeros_like(state.active), 64, fresh=stepper.fresh)
-        stepper._append_drafts(plan, state, *stepper._filter(plan, state, draft(state, token)))
+        append(stepper, plan, state, *stepper._filter(plan, state, draft(state, token)))
         token = state.draft_tokens[:, column]
     plan = Plan.of(state, state.active, 64)
     fed = torch.cat([state.last_token[:, None], state.draft_tokens], 1).flatten()
-    verdict = stepper._verify(plan, state, *stepper._filter(plan, state, target[fed]))
+    verdict = stepper._verify(plan, state, state.drafted, *stepper._filter(plan, state, target[fed]))
     stepper._commit(plan, state, verdict)
     return verdict
 
@@ -310,10 +316,10 @@ def test_the_joint_check_catches_a_softmax_residual(monkeypatch: pytest.MonkeyPa
 def test_the_joint_check_catches_a_raw_draft_distribution() -> None:
     """A09: the same chi-square fails when drafts are judged by another q than they were sampled from."""
     stepper, target, other = stepper_for(REJECTION), table(1), table(2)
-    append = stepper._append_drafts
+    healthy = stepper._append_drafts
 
-    def append_raw(plan: Plan, state: SlotState, dist: Filtered, picks: Tensor) -> None:
-        append(plan, state, dist, picks)
+    def append_raw(plan: Plan, state: SlotState, column: Tensor, dist: Filtered, picks: Tensor) -> None:
+        healthy(plan, state, column, dist, picks)
         state.q_probs[:] = (state.q_probs.log() / 2).softmax(-1)  # as if the temperature had been forgotten
 
     stepper._append_drafts = append_raw  # type: ignore[method-assign]
@@ -327,7 +333,7 @@ def test_a_greedy_draft_is_judged_as_one_hot(soft: bool, expected: list[float]) 
     stepper = stepper_for(Verification("rejection", "greedy"), candidates=2)
     state = fresh(DRAWS, vocab=2, drafted=1)
     plan = Plan.of(state, ~state.active, 64)
-    stepper._append_drafts(plan, state, rows_of([0.8, 0.2]), torch.ones(DRAWS, dtype=torch.int64))  # no argmax
+    append(stepper, plan, state, rows_of([0.8, 0.2]), torch.ones(DRAWS, dtype=torch.int64))  # no argmax
     assert state.draft_tokens.eq(0).all()
     assert torch.equal(state.q_probs, torch.tensor([1.0, 0.0]).expand(DRAWS, 1, 2))
     if soft:
@@ -335,7 +341,7 @@ def test_a_greedy_draft_is_judged_as_one_hot(soft: bool, expected: list[float]) 
     p = rows_of([0.6, 0.4])
     target = flat(joined(p, p))
     picks = torch.zeros(2 * DRAWS, dtype=torch.int64)  # rejection has no use for them
-    verdict = stepper._verify(Plan.of(state, state.active, 64), state, target, picks)
+    verdict = stepper._verify(Plan.of(state, state.active, 64), state, state.drafted, target, picks)
     assert follows(verdict.tokens[:, 0], expected)
 
 

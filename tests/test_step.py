@@ -7,11 +7,11 @@ import copy
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
-from methods import ASPIRE, EVERY_METHOD, METHODS, WARM, AtRandom, model_of, prompts, requests
+from methods import ASPIRE, EVERY_METHOD, METHODS, WARM, AtRandom, engine_for, model_of, prompts, requests, step_through
 from torch import Tensor
 
 import aspire.attention
@@ -19,7 +19,7 @@ import aspire.kernels.filter
 from aspire.engine import Engine
 from aspire.graphs import masked
 from aspire.kernels.jit import triton
-from aspire.policies import Method
+from aspire.policies import Method, Speculation
 from aspire.settings import EngineSettings
 from aspire.state import SlotState
 from aspire.step import Ahead, Shape, StepOutput, Stepper
@@ -208,3 +208,31 @@ def test_every_shape_is_foreseen(method: Method) -> None:
             widths = [rng.randint(1, longest + 1) for _ in range(verifying)] + [1] * (active - verifying)
         ahead = Ahead(sum(widths), max(widths), verifying, active)
         assert stepper.padded(ahead.shape, slots) in known, ahead
+
+
+@dataclass(frozen=True)
+class UntilOdd(Speculation):
+    """Verifies once the newest draft is an odd token: a decision about the tokens of the very pass it follows."""
+
+    longest: int = 6
+    reads_drafts: bool = True
+
+    def wants_verify(self, state: SlotState) -> Tensor:
+        newest = state.draft_tokens.gather(1, (state.drafted - 1).clamp(min=0)[:, None])[:, 0]
+        return (state.drafted > 0) & (newest % 2 == 1)
+
+
+def test_a_policy_that_reads_drafts_sees_the_newest() -> None:
+    """Every round ends with its first odd draft, or at the longest; the text is plain either way."""
+    batch = requests(prompts(3, seed=5), new=40)
+    engine, ended = engine_for("llama", replace(ASPIRE, speculation=UntilOdd()), 3), list[int]()
+
+    def look(_: int) -> None:
+        state = engine.state
+        for slot in (state.active & state.verify & (state.room > 7)).nonzero()[:, 0].tolist():
+            drafts = state.draft_tokens[slot, : state.drafted[slot]].tolist()
+            ended.append(len(drafts))
+            assert all(x % 2 == 0 for x in drafts[:-1]) and (drafts[-1] % 2 == 1 or len(drafts) == 6)
+
+    step_through(engine, batch, look)
+    assert len(set(ended)) > 1
