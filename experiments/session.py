@@ -53,8 +53,14 @@ def open_session(layout: Layout) -> Session:
     spec, dtype = layout.spec, settings.dtype
     assert settings.pages is not None
     pool = KVPool(spec.layers, spec.kv_heads, spec.head_dim, settings.pages, settings.page_size, dtype, settings.device)
+    random = config["protocol"]["prompt_kv"] == "random"
+    if pool.k.is_cuda and not random:  # the first pass of a process compiles kernels and loads libraries
+        pool.release(
+            prefill(model, pool, list(items[0].prompt_ids)[: settings.prefill_chunk], settings.prefill_chunk).pages
+        )
+        synchronise(settings.device)
     start = time.perf_counter()
-    if config["protocol"]["prompt_kv"] == "random":
+    if random:
         prompts = [random_prompt(model, pool, len(item.prompt_ids), item.seed) for item in items]
     else:
         prompts = [prefill(model, pool, list(item.prompt_ids), settings.prefill_chunk) for item in items]
