@@ -8,7 +8,6 @@ Further words are overrides for all cells.
 """
 
 import json
-import sys
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,8 +27,8 @@ from experiments.config import (
     for_method,
     nearest,
     plain,
-    refuse,
     register,
+    script,
     split,
 )
 from experiments.loading import Config
@@ -210,7 +209,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(1 if main(sys.argv[1:]) else 0)
-    except ValueError as error:
-        refuse(error)
+    script(main)

@@ -9,7 +9,6 @@ apart, like all other kernels, in microseconds. `tune` tries other tiles for eac
 
 import json
 import multiprocessing
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -34,7 +33,7 @@ from aspire.kernels.attention import (
 )
 from aspire.kernels.blocks import resolve
 from aspire.kernels.scores import reduce_scores
-from experiments.config import UNIQUE, refuse
+from experiments.config import UNIQUE, script
 from experiments.environment import environment
 from experiments.kernel_launches import LAUNCHES
 
@@ -389,7 +388,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        refuse(error)
+    script(main)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from aspire.model import Decoder, ModelSpec, hf_state_dict, load
 from aspire.model.files import INDEX
 from aspire.model.read import PIECE
-from experiments.config import CONF, check_overrides, plain, refuse, register, split
+from experiments.config import CONF, check_overrides, plain, register, script, split
 from experiments.environment import synchronise
 
 OWN = {"model": "qwen3_1p7b", "device": "cpu", "folder": "", "shard_gib": "2"}
@@ -123,7 +123,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main(sys.argv[1:]))
-    except ValueError as error:
-        refuse(error)
+    script(main)

@@ -9,7 +9,6 @@ profiler, against their fewest bytes at copy bandwidth.
 
 import itertools
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -23,7 +22,7 @@ from hydra import initialize_config_dir
 from aspire.engine import PassRecord
 from experiments.bench_gpu import IID, Bench, words_for
 from experiments.compare import cell_of, fill, prepare
-from experiments.config import CONF, check_overrides, for_method, plain, refuse, register, split
+from experiments.config import CONF, check_overrides, for_method, plain, register, script, split
 from experiments.environment import copy_tb_s
 from experiments.layout import lay_out, make_method
 from experiments.metrics import fewest_bytes
@@ -123,7 +122,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        refuse(error)
+    script(main)

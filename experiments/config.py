@@ -4,7 +4,7 @@ import difflib
 import re
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -266,6 +266,14 @@ def split(arguments: list[str], defaults: dict[str, str]) -> tuple[dict[str, str
         else:
             rest.append(word)
     return own, rest
+
+
+def script(main: Callable[[list[str]], int | None]) -> None:
+    """Run a script on its words. Exit code 1 where main counts failures, 2 with one line for a ValueError."""
+    try:
+        raise SystemExit(1 if main(sys.argv[1:]) else 0)
+    except ValueError as error:
+        refuse(error)
 
 
 def refuse(error: Exception) -> None:

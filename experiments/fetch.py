@@ -5,7 +5,6 @@ python -m experiments.fetch profile=paper
 python -m experiments.fetch model=qwen3_1p7b,qwen3_8b benchmark=aime25,math500
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from hydra import compose, initialize_config_dir
 
 from aspire.model.load import EMBEDDED
 from experiments.benchmarks import FileBenchmark
-from experiments.config import CONF, check_overrides, choices, nearest, plain, refuse, register, split
+from experiments.config import CONF, check_overrides, choices, nearest, plain, register, script, split
 from experiments.fig1 import PROFILES, choose_profile
 from experiments.hub import DataFile, commit_of, file_facts
 from experiments.layout import make_source
@@ -106,7 +105,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(1 if main(sys.argv[1:]) else 0)
-    except ValueError as error:
-        refuse(error)
+    script(main)

@@ -4,14 +4,13 @@ python -m experiments.fig1                    # profile=auto: paper on a GPU of 
 python -m experiments.fig1 profile=embedded output_dir=runs/fig1 resume=true protocol.repeats=5
 """
 
-import sys
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from experiments.config import CONF, METHODS, UNIQUE, check_overrides, nearest, refuse, register, split
+from experiments.config import CONF, METHODS, UNIQUE, check_overrides, nearest, register, script, split
 from experiments.environment import gpu_gib
 from experiments.records import claim_dir
 from experiments.redraw import redraw
@@ -92,7 +91,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(1 if main(sys.argv[1:]) else 0)
-    except ValueError as error:
-        refuse(error)
+    script(main)

@@ -47,27 +47,29 @@ def model_folder(repo: str, revision: str | None = None, weights: bool = True) -
     revision: a commit, tag or branch, None = main. Raises ValueError naming the fix where the snapshot is not in the
     cache and the Hub does not give it: offline, no network, 401, 403, 404.
     """
-    patterns = [*WORDS, WEIGHTS] if weights else list(WORDS)
     found = cached_model(repo, revision, weights)
     if found is not None:
         return found
     commit_on_hub(repo, revision)
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=_of_model(weights)))
     except Exception as error:  # the client has a dozen kinds of failure
         raise explain(error, repo, revision) from None
 
 
 def cached_model(repo: str, revision: str | None = None, weights: bool = True) -> Path | None:
     """Folder of a snapshot that is in the cache with every file it needs, or None; no network call."""
-    patterns = [*WORDS, WEIGHTS] if weights else list(WORDS)
     try:
-        folder = snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=True)
+        folder = snapshot_download(repo, revision=revision, allow_patterns=_of_model(weights), local_files_only=True)
     except (LocalEntryNotFoundError, IncompleteSnapshotError):
         return None
     except HFValidationError as error:
         raise explain(error, repo, revision) from None
     return None if absent_files(Path(folder), weights) else Path(folder)
+
+
+def _of_model(weights: bool) -> list[str]:
+    return [*WORDS, WEIGHTS] if weights else list(WORDS)
 
 
 def dataset_files(repo: str, revision: str, patterns: Sequence[str]) -> tuple[Path, tuple[str, ...]]:

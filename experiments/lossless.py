@@ -4,7 +4,6 @@ SmolLM2 in fp32, prompts of real text from 20 to 2,000 tokens, several batch siz
     python -m experiments.lossless [prompts=16] [new_tokens=64] [batches=1,3,8]
 """
 
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -25,7 +24,7 @@ from aspire.settings import EngineSettings, Sampling
 from aspire.verify import Verification
 from experiments import oracle
 from experiments.benchmarks import PyStdlib
-from experiments.config import CONF, for_method, plain, refuse, register
+from experiments.config import CONF, for_method, plain, register, script
 from experiments.fig1 import METHODS
 from experiments.layout import make_method
 
@@ -138,7 +137,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(1 if main(sys.argv[1:]) else 0)
-    except ValueError as error:
-        refuse(error)
+    script(main)

@@ -4,14 +4,13 @@ python -m experiments.prompts benchmark=longbench2_30k source=local path=FILE
 python -m experiments.prompts benchmark=math500 benchmark.source.requests=100 list=true   # a line a prompt
 """
 
-import sys
 from collections import Counter
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 
 from experiments.benchmarks import Item
-from experiments.config import CONF, check_overrides, plain, refuse, register, split
+from experiments.config import CONF, check_overrides, plain, register, script, split
 from experiments.layout import build_items, resolve
 from experiments.loading import spec_of
 
@@ -70,7 +69,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        refuse(error)
+    script(main)

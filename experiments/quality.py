@@ -6,7 +6,6 @@ Records of random weights or emulated acceptance are refused: their texts are no
 whose window cuts answers: protocol=quality runs every request once, to its end.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from experiments import metrics, scores
-from experiments.config import refuse
+from experiments.config import script
 from experiments.gate import SLACK, parting
 from experiments.records import Record, RequestLine, find_records, pick
 from experiments.tables import BASELINE, DASH, Run, caption, load, method_order
@@ -245,7 +244,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        refuse(error)
+    script(main)

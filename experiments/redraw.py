@@ -3,11 +3,10 @@
 python -m experiments.redraw [FOLDER]
 """
 
-import sys
 from pathlib import Path
 
 from experiments import gpu_tables
-from experiments.config import refuse
+from experiments.config import script
 from experiments.figures import fig1, read_passes, timeline
 from experiments.gpu_figures import write_gpu_figures
 from experiments.gpu_tables import GPU, write_gpu_tables
@@ -65,9 +64,11 @@ def redraw_quality(root: Path, out: Path) -> list[Path]:
     return write_quality(folders, out / "tables") if folders else []
 
 
+def main(arguments: list[str]) -> None:
+    """Redraw the records of a folder, by default those that are published. Raises ValueError if there are none."""
+    for path in redraw(Path(arguments[0]) if arguments else RESULTS / "records"):
+        print(f"wrote {path}")
+
+
 if __name__ == "__main__":
-    try:
-        for path in redraw(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "records"):
-            print(f"wrote {path}")
-    except ValueError as error:
-        refuse(error)
+    script(main)

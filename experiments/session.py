@@ -55,9 +55,8 @@ def open_session(layout: Layout) -> Session:
     pool = KVPool(spec.layers, spec.kv_heads, spec.head_dim, settings.pages, settings.page_size, dtype, settings.device)
     random = config["protocol"]["prompt_kv"] == "random"
     if pool.k.is_cuda and not random:  # the first pass of a process compiles kernels and loads libraries
-        pool.release(
-            prefill(model, pool, list(items[0].prompt_ids)[: settings.prefill_chunk], settings.prefill_chunk).pages
-        )
+        chunk = settings.prefill_chunk
+        pool.release(prefill(model, pool, list(items[0].prompt_ids[:chunk]), chunk).pages)
         synchronise(settings.device)
     start = time.perf_counter()
     if random:

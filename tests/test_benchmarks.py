@@ -13,12 +13,10 @@ from aspire.model.tokenizer import load_tokenizer
 from experiments.benchmarks import (
     Arithmetic,
     PyStdlib,
-    answer_part,
     cut_end,
     data_hash,
     encode_chat,
     fit_document,
-    grade,
     request_seed,
 )
 
@@ -66,11 +64,6 @@ def test_thinking_reaches_the_template():
     tokenizer = word_tokenizer(False, THINKING_TEMPLATE)
     assert encode_chat(tokenizer, "hello") == encode_chat(tokenizer, "hello", thinking=True) == [4]
     assert encode_chat(tokenizer, "hello", thinking=False) == [4, 6]
-
-
-def test_answer_part_ignores_thinking():
-    texts = {"12</think> 34": " 34", "<think>12</think>34": "34", "<think>12": None, "12": "12"}
-    assert {text: answer_part(text) for text in texts} == texts
 
 
 def test_request_seeds_are_stable_and_distinct():
@@ -208,11 +201,3 @@ def test_arithmetic_items(tokenizer):
         Arithmetic(1).build(tokenizer, 100, 90)
     with pytest.raises(ValueError, match="no problem has 5 to 9 steps"):
         Arithmetic(1, min_steps=5, max_steps=9)
-
-
-def test_grade_takes_the_last_number():
-    for text in ("3 + 4 = 7. The answer is 7.", "first 9, so 7.0", "10-7", "<think>8</think> The answer is 7."):
-        assert grade(text, "7"), text
-    for text in ("$1,007.00", "it is -7", "7 of 8", "no number", "", "<think>7</think> It is 8.", "<think>so far 7"):
-        assert not grade(text, "7"), text
-    assert grade("that is 12,345,678 metres", "12345678")

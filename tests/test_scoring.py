@@ -16,6 +16,7 @@ from experiments.grading import answer_text, grade, opens_thinking
 from experiments.scoring import Choice, Integer, LongBench, Maths, Program, Scorer, judge
 from experiments.scoring import longbench as lb
 from experiments.scoring.answers import boxes
+from experiments.scoring.scorer import answer_of
 
 AIME = Integer(0, 999)
 
@@ -62,6 +63,19 @@ UNPARSABLE, UNFINISHED = ("unparsable", 0.0), ("unfinished", 0.0)
 )
 def test_aime_wants_a_whole_number(text: str, answer: str, want: tuple[str, float]) -> None:
     assert verdict(AIME, text, answer) == want
+
+
+def test_the_answer_follows_the_thinking() -> None:
+    texts = {"12</think> 34": " 34", "<think>12</think>34": "34", "<think>12": None, "12": "12"}
+    assert {text: answer_of(text, False) for text in texts} == texts
+
+
+def test_a_problem_is_answered_by_its_last_number() -> None:
+    for text in ("3 + 4 = 7. The answer is 7.", "first 9, so 7.0", "10-7", "<think>8</think> The answer is 7."):
+        assert verdict(Integer(), text, "7") == RIGHT, text
+    for text in ("$1,007.00", "it is -7", "7 of 8", "no number", "", "<think>7</think> It is 8.", "<think>so far 7"):
+        assert verdict(Integer(), text, "7") != RIGHT, text
+    assert verdict(Integer(), "that is 12,345,678 metres", "12345678") == RIGHT
 
 
 def test_an_answer_that_was_cut_counts_only_where_it_was_stated() -> None:

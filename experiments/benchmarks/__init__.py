@@ -4,10 +4,9 @@ the Hugging Face Hub or of this machine.
 
 from typing import TYPE_CHECKING, Any
 
-from .arithmetic import Arithmetic, Problem, grade
+from .arithmetic import Arithmetic, Problem
 from .item import (
     Item,
-    answer_part,
     count_tokens,
     cut_end,
     cut_middle,
@@ -30,14 +29,12 @@ __all__ = [
     "Problem",
     "PyStdlib",
     "Shapes",
-    "answer_part",
     "count_tokens",
     "cut_end",
     "cut_middle",
     "data_hash",
     "encode_chat",
     "fit_document",
-    "grade",
     "request_seed",
     "template_hash",
 ]

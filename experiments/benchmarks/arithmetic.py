@@ -5,13 +5,12 @@ disagree with the text. The answers are asked for at length, so that a small mod
 """
 
 import random
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from .item import Item, answer_part, encode_chat, request_seed, room_for_prompt
+from .item import Item, encode_chat, request_seed, room_for_prompt
 
 INSTRUCTION = (
     "Solve this problem step by step. Write every step at length: say what you compute, why, and what it gives. "
@@ -22,8 +21,6 @@ _NAMES = (
     "Ada", "Bruno", "Chen", "Dalia", "Emil", "Farah", "Goran", "Hana", "Ivo", "Jun", "Kofi", "Lena", "Mara", "Nils",
     "Oona", "Priya",
 )  # fmt: skip
-# A number with optional thousands commas and decimals; a minus counts only where no word or number precedes it.
-_NUMBER = re.compile(r"(?:(?<![\w.])-)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -87,17 +84,6 @@ class Arithmetic:
             seed = request_seed(self.seed, name, 0)
             items.append(Item(f"{name}#0", tuple(ids), str(problem.answer), seed, False, len(ids)))
         return items
-
-
-def grade(text: str, answer: str) -> bool:
-    """Whether the last number of the answer is the expected one.
-
-    The last number and not the closing sentence, because small models often drop that sentence. Numbers inside a
-    thinking block do not count, and an answer cut before the block ended is wrong.
-    """
-    final = answer_part(text)
-    numbers = _NUMBER.findall(final) if final is not None else []
-    return bool(numbers) and float(numbers[-1].replace(",", "")) == float(answer)
 
 
 def _change(rng: random.Random, name: str, _: str) -> tuple[str, int]:

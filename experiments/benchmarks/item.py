@@ -64,14 +64,6 @@ def encode_chat(
     return prompt_ids(tokenizer, messages, **options)
 
 
-def answer_part(text: str) -> str | None:
-    """The text after the thinking block; None if a block was opened and never closed (an unfinished answer)."""
-    _, closed, answer = text.rpartition("</think>")
-    if closed:
-        return answer
-    return None if "<think>" in text else text
-
-
 def template_hash(tokenizer: PreTrainedTokenizerBase, template: str, thinking: bool | None, chat: bool = True) -> str:
     """Short fingerprint of how text becomes a prompt: the benchmark's template, the chat template and its switch."""
     parts = [template, tokenizer.chat_template if chat else None, thinking]
