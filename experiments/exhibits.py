@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from experiments import metrics, tables
-from experiments.gpu_tables import GPU, KERNELS
+from experiments.gpu_tables import GPU
 from experiments.quality import QUALITY
 from experiments.records import PASSES, Record, find_records, read_record
 from experiments.redraw import PICTURED, find_fig1
@@ -138,7 +138,7 @@ SOURCES = {
     ),
     "gpu_kernels": Source(
         "Kernels against memory bandwidth",
-        f"Time of each kernel on random data, against the copy bandwidth of the GPU; measured in {KERNELS}.",
+        "Time of each kernel on random data at the paper's sizes, against the copy bandwidth of the GPU.",
         "make bench-kernels",
         lambda root: [],
         SHAPES,
@@ -162,7 +162,7 @@ def exhibits(results: Path) -> list[Exhibit]:
 
     Raises ValueError if there are neither.
     """
-    figures = {path.stem: path for path in sorted((results / "figures").glob("*.png")) if path.stem != "report"}
+    figures = {path.stem: path for path in sorted((results / "figures").glob("*.png"))}
     texts = {path.stem: path.read_text("utf-8") for path in sorted((results / "tables").glob("*.md"))}
     names = sorted({*figures, *texts}, key=place)
     if not names:
@@ -195,8 +195,9 @@ def show(folders: Iterable[Path], root: Path) -> list[Shown]:
     comparisons: dict[Path, list[Record]] = {}
     for folder, record in read.items():
         comparisons.setdefault(folder.parent, []).append(record)
+    rank = {name: place for place, name in enumerate(tables.method_order(read.values()))}
     shown = []
-    for folder, record in read.items():
+    for folder, record in sorted(read.items(), key=lambda item: (item[0].parent, rank[item[1].cell.method], item[0])):
         baseline = tables.baseline_of(record, comparisons[folder.parent])
         shown.append(Shown(folder.relative_to(root).as_posix(), record, metrics.speedup(record, baseline)[0]))
     return shown

@@ -147,8 +147,8 @@ def environments(records: list[Shown]) -> list[tuple[Mapping[str, Any], int]]:
 
 
 def _body(text: str) -> str:
-    """A page's own headings give way to the one of its section."""
-    return "\n".join(line for line in text.splitlines() if not line.startswith("# "))
+    """A page without its title, which the section has already."""
+    return text.partition("\n")[2] if text.startswith("# ") else text
 
 
 def main(arguments: list[str]) -> None:
