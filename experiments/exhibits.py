@@ -14,7 +14,7 @@ from experiments import metrics, tables
 from experiments.gpu_tables import GPU
 from experiments.quality import QUALITY
 from experiments.records import PASSES, Record, find_records, read_record
-from experiments.redraw import PICTURED, find_fig1
+from experiments.redraw import PICTURED, STUDIES, find_fig1
 from experiments.tables import MARKS
 
 STUDY = "study_"  # starts the name of a study's figure and table
@@ -153,7 +153,7 @@ def source_of(name: str) -> Source:
     words = name.removeprefix(STUDY).replace("_", " ")
     if name.startswith(STUDY):
         study = name.removeprefix(STUDY)
-        return Source(f"Study: {words}", f"The study of {words}.", f"make study NAME={study}", below("studies", study))
+        return Source(f"Study: {words}", f"The study of {words}.", f"make study NAME={study}", below(STUDIES, study))
     return Source(words.capitalize(), f"What was found about {words}.", None, below(name))
 
 

@@ -105,7 +105,7 @@ class Reader:
             label = found["method"].rstrip(SIGNS)
             found["method"] = self.methods.get(label, label)
         if "evidence" in found:
-            found["evidence"] = found["evidence"].split()[0]  # "real, on a CPU" is real
+            found["evidence"] = re.split(r"\W", found["evidence"])[0]  # "real, on a CPU" is real
         return found
 
     def _relink(self, token: Token) -> None:

@@ -15,6 +15,7 @@ from experiments.records import PASSES, find_records, read_record
 from experiments.tables import write_tables
 
 RESULTS = Path(__file__).parents[1] / "results"
+STUDIES = "studies"  # the folder of the studies' records among the committed ones
 PICTURED = ("vegas", "aspire_fsm")  # a lockstep method above, an asynchronous one below
 
 
@@ -31,8 +32,8 @@ def redraw(root: Path, out: Path = RESULTS) -> list[Path]:
 
 
 def find_fig1(root: Path) -> list[Path]:
-    """Cells of figure 1: all but those of GPU and quality runs and those that show shapes alone."""
-    apart = {root / GPU, root / QUALITY}
+    """Cells of figure 1: all but those of GPU runs, quality runs and studies and those that show shapes alone."""
+    apart = {root / GPU, root / QUALITY, root / STUDIES}
     own = [folder for folder in find_records(root) if not apart & {*folder.parents}]
     return [folder for folder in own if read_record(folder).cell.evidence == "real"]
 

@@ -26,7 +26,11 @@ function apply() {
 if (form) {
   form.hidden = false;
   form.addEventListener("change", apply);
-  form.addEventListener("reset", () => setTimeout(apply)); // after the fields have been emptied
+  form.addEventListener("reset", (event) => {
+    event.preventDefault(); // a browser empties the fields only after this
+    for (const select of form.querySelectorAll("select")) select.value = "";
+    apply();
+  });
   apply(); // a browser may keep a choice when the page is loaded again
 }
 
