@@ -157,8 +157,8 @@ def source_of(name: str) -> Source:
     return Source(words.capitalize(), f"What was found about {words}.", None, below(name))
 
 
-def exhibits(results: Path) -> list[Exhibit]:
-    """All figures and tables below results, those of SOURCES at their place and others between them by name.
+def exhibits(results: Path, records: dict[Path, Shown]) -> list[Exhibit]:
+    """All figures and tables below results, in the order of `place`; records: as `show` gives them, of results.
 
     Raises ValueError if there are neither.
     """
@@ -167,7 +167,14 @@ def exhibits(results: Path) -> list[Exhibit]:
     names = sorted({*figures, *texts}, key=place)
     if not names:
         raise ValueError(f"no tables or figures in {results}; run make figures first, or name another results folder")
-    return [exhibit(name, figures.get(name), texts.get(name), results / "records") for name in names]
+    found = []
+    for name in names:
+        source = source_of(name)
+        own = listed(records[folder] for folder in source.cells(results / "records"))
+        evidence = {one.evidence for one in own} or {source.evidence} - {None} or stated(texts.get(name, ""))
+        kinds = [kind for kind in KINDS if kind in evidence]
+        found.append(Exhibit(name, source, figures.get(name), texts.get(name), own, kinds))
+    return found
 
 
 def place(name: str) -> tuple[int, str]:
@@ -180,33 +187,29 @@ def place(name: str) -> tuple[int, str]:
     return (3 + known.index(name), "") if name in SOURCES else (3 + len(known), name)
 
 
-def exhibit(name: str, figure: Path | None, table: str | None, root: Path) -> Exhibit:
-    """One exhibit, with the records that its source finds under root."""
-    source = source_of(name)
-    records = show(source.cells(root), root)
-    evidence = list(dict.fromkeys(shown.evidence for shown in records))
-    evidence = evidence or ([source.evidence] if source.evidence else stated(table or ""))
-    return Exhibit(name, source, figure, table, records, [kind for kind in KINDS if kind in evidence])
-
-
-def show(folders: Iterable[Path], root: Path) -> list[Shown]:
-    """The records, each beside the baseline of its own comparison, the folder that its cell lies in."""
-    read = {folder: read_record(folder) for folder in folders}
+def show(root: Path) -> dict[Path, Shown]:
+    """Every record below root by its folder, each beside the baseline of its comparison, the folder it lies in."""
+    read = {folder: read_record(folder) for folder in find_records(root)}
     comparisons: dict[Path, list[Record]] = {}
     for folder, record in read.items():
         comparisons.setdefault(folder.parent, []).append(record)
-    rank = {name: place for place, name in enumerate(tables.method_order(read.values()))}
-    shown = []
-    for folder, record in sorted(read.items(), key=lambda item: (item[0].parent, rank[item[1].cell.method], item[0])):
+    shown = {}
+    for folder, record in read.items():
         baseline = tables.baseline_of(record, comparisons[folder.parent])
-        shown.append(Shown(folder.relative_to(root).as_posix(), record, metrics.speedup(record, baseline)[0]))
+        shown[folder] = Shown(folder.relative_to(root).as_posix(), record, metrics.speedup(record, baseline)[0])
     return shown
 
 
-def stated(text: str) -> list[str]:
+def listed(shown: Iterable[Shown]) -> list[Shown]:
+    """Comparison by comparison, and in each the methods in the order in which it names them."""
+    shown = list(shown)
+    rank = {name: place for place, name in enumerate(tables.method_order(one.record for one in shown))}
+    return sorted(shown, key=lambda one: (one.name.rpartition("/")[0], rank[one.record.cell.method], one.name))
+
+
+def stated(text: str) -> set[str]:
     """The evidence that a table without records says of itself, in its caption or by its marks."""
     said = ", ".join(re.findall(r"evidence: ([\w, ]+)", text))
-    kinds = [kind for kind in ("real", SHAPES, "modelled") if re.search(rf"\b{kind}\b", said)]
-    kinds += [EMULATED] if MARKS["emulated"] in text else []
-    kinds += ["modelled"] if MARKS["modelled"] in text or "modelled" in text else []
-    return list(dict.fromkeys(kinds))
+    kinds = {kind for kind in ("real", SHAPES, "modelled") if re.search(rf"\b{kind}\b", said)}
+    kinds |= {EMULATED} if MARKS["emulated"] in text else set()
+    return kinds | ({"modelled"} if MARKS["modelled"] in text or "modelled" in text else set())

@@ -51,9 +51,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Reader:
-    """What a page knows of the markdown it shows. methods: label -> name; anchors: link -> link within the page."""
+    """What a page knows of the markdown it shows.
 
-    methods: Mapping[str, str]
+    methods: label -> name, None where several methods have it; anchors: link -> link within the page.
+    """
+
+    methods: Mapping[str, str | None]
     anchors: Mapping[str, str]
 
     def render(self, text: str, title: str) -> Markup:
@@ -101,12 +104,10 @@ class Reader:
     def tags(self, row: Mapping[str, str]) -> dict[str, str]:
         """What a row can be filtered by."""
         found = {key: row[key] for key in FILTERS if row.get(key) and row[key] not in NOTHING}
-        if "method" in found:
-            label = found["method"].rstrip(SIGNS)
-            found["method"] = self.methods.get(label, label)
-        if "evidence" in found:
-            found["evidence"] = re.split(r"\W", found["evidence"])[0]  # "real, on a CPU" is real
-        return found
+        label = found.get("method", "").rstrip(SIGNS)
+        evidence = re.split(r"\W", found.get("evidence", ""))[0]  # "real, on a CPU" is real
+        found |= {"method": self.methods.get(label, label) or "", "evidence": evidence}
+        return {key: value for key, value in found.items() if value}
 
     def _relink(self, token: Token) -> None:
         for child in token.children or []:

@@ -16,10 +16,9 @@ import jinja2
 from markupsafe import Markup
 
 from experiments.config import script
-from experiments.exhibits import KINDS, Exhibit, Shown, exhibits, show
+from experiments.exhibits import KINDS, Exhibit, Shown, exhibits, listed, show
 from experiments.gpu_tables import commit_of
 from experiments.hypertext import FILTERS, Reader
-from experiments.records import find_records
 from experiments.tables import DASH, RESULTS
 
 OUT = RESULTS.parent / "runs" / "report.html"
@@ -54,10 +53,11 @@ def report(results: Path = RESULTS, out: Path = OUT) -> Path:
 
 def page(results: Path) -> str:
     """The page as text."""
-    shown = exhibits(results)
-    records = show(find_records(results / "records"), results / "records")
-    labels = {one.record.label: one.record.cell.method for one in records}
-    reader = Reader(labels, {f"{folder}/{e.name}.{end}": f"#{e.name}" for e in shown for folder, end in FILES})
+    found = show(results / "records")
+    shown, records = exhibits(results, found), listed(found.values())
+    reader = Reader(
+        methods(records), {f"{folder}/{e.name}.{end}": f"#{e.name}" for e in shown for folder, end in FILES}
+    )
     verdicts = results / VERDICTS
     return environment().get_template("report.html.j2").render(
         exhibits=[(one, picture(one.figure), table(one, reader)) for one in shown],
@@ -108,10 +108,24 @@ def facts(shown: Shown) -> dict[str, tuple[str, str]]:
     }
 
 
-def choices(records: Iterable[Shown]) -> list[Choice]:
+def methods(records: Iterable[Shown]) -> dict[str, str | None]:
+    """Label -> name of every method, None for a label of several, like the lengths of a sweep."""
+    names: dict[str, set[str]] = {}
+    for one in records:
+        names.setdefault(one.record.label, set()).add(one.record.cell.method)
+    return {label: min(own) if len(own) == 1 else None for label, own in names.items()}
+
+
+def choices(records: list[Shown]) -> list[Choice]:
     """What the filter offers: all values that any record has, by what the reader sees."""
-    known = [facts(one) for one in records]
-    return [Choice(key, sorted({fact[key] for fact in known}, key=lambda x: x[1].lower())) for key in FILTERS]
+    unique = methods(records)
+    found = []
+    for key in FILTERS:
+        words = dict(facts(one)[key] for one in records)
+        if key == "method":
+            words = {value: label if unique[label] else f"{label} ({value})" for value, label in words.items()}
+        found.append(Choice(key, sorted(words.items(), key=lambda option: (option[1].lower(), option[0]))))
+    return found
 
 
 def picture(path: Path | None) -> Picture | None:
