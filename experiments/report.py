@@ -169,8 +169,7 @@ def main(arguments: list[str]) -> None:
     """Write the page of a results folder. Raises ValueError for a third word or a folder without results."""
     if len(arguments) > 2:
         raise ValueError(f"unknown argument {arguments[2]!r}; give a results folder and a file, or nothing")
-    results, out = (Path(word) for word in (*arguments, *(RESULTS, OUT)[len(arguments) :]))
-    print(f"wrote {report(results, out)}")
+    print(f"wrote {report(*(Path(word) for word in arguments))}")
 
 
 if __name__ == "__main__":

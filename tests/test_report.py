@@ -177,10 +177,14 @@ def test_methods_that_share_a_label_are_told_apart(tmp_path: Path) -> None:
     """A row of a table that says no more than the label is not taken for one of them."""
     for method in ("aspire", "vegas"):
         lines = requests(0.5, 4)
-        write_record(tmp_path / "records" / "run" / method, timed(lines, [1.0], method, "Same"), lines)
+        write_record(tmp_path / "records" / "run" / method, timed(lines, [1.0], method, "<b>Same"), lines)
     shutil.copytree(RESULTS / "tables", tmp_path / "tables")
     html = page(tmp_path)
-    assert re.findall(r'<option value="(?:aspire|vegas)">(.*?)</option>', html) == ["Same (aspire)", "Same (vegas)"]
+    assert re.findall(r'<option value="(?:aspire|vegas)">(.*?)</option>', html) == [
+        "&lt;b&gt;Same (aspire)",
+        "&lt;b&gt;Same (vegas)",
+    ]
+    assert "<b>" not in html
     assert Reader({"Same": None}, {}).tags({"method": "Same", "model": "m"}) == {"model": "m"}
 
 
