@@ -91,7 +91,7 @@ class Reader:
         steady = [column for column in columns if column.steady]
         gone = {id(token) for column in steady for token in (column.head, *(cell for cell, _ in column.cells))}
         frame = Markup(
-            '<div class="scroll" role="region" tabindex="0" aria-label="{0}"><table><caption{1}>{0}</caption>'
+            '<div class="scroll" role="region" tabindex="0" aria-label="Table: {0}"><table><caption{1}>{0}</caption>'
         )
         unseen = Markup(' class="unseen"') if words is None else ""
         below = Markup("</table></div>\n{}").format(_said(steady))
