@@ -4,7 +4,9 @@ The browser tests need playwright and a Chromium of the machine: `pip install pl
 """
 
 import base64
+import importlib.util
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -14,7 +16,8 @@ from typing import Any
 import pytest
 from fake_records import METHODS, requests, timed, write_comparison
 
-from experiments.exhibits import EMULATED, exhibits, show, stated
+from experiments.bench_gpu import SUITES
+from experiments.exhibits import EMULATED, SOURCES, exhibits, show, stated
 from experiments.hypertext import Reader
 from experiments.records import find_records, read_record, read_requests, write_record
 from experiments.redraw import redraw
@@ -156,6 +159,17 @@ def test_order_and_records_of_exhibits(results: Path) -> None:
     assert [one.name for one in found] == ["fig1", "study_budget", "gpu_shapes", "unforeseen"]
     assert [len(one.records) for one in found] == [2 * len(METHODS), len(METHODS), len(METHODS), 0]
     assert found[1].source.title == "Study: budget" and found[3].source.title == "Unforeseen"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_commands_that_measured_exist(name: str) -> None:
+    """A make target with a suite that there is, or a module."""
+    words = shlex.split(SOURCES[name].command or "")
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}: ", (RESULTS.parent / "Makefile").read_text(), flags=re.MULTILINE)
+        assert {word.partition("=")[2] for word in words[2:]} <= {f"suite={suite}" for suite in SUITES}
+    else:
+        assert words[:2] == ["python", "-m"] and importlib.util.find_spec(words[2]) is not None
 
 
 def test_speedups_are_of_the_records_own_comparison(tmp_path: Path) -> None:
