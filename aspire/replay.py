@@ -8,6 +8,7 @@ Time is that of the homogeneous approximation (ASPIRE section 4.2), in which a r
 of other kinds, barriers and empty slots cost nothing here, to no policy. A request's time is the sum of its passes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,6 +91,17 @@ def replay(speculation: Speculation, drafts: Drafts, clock: Clock) -> Replayed:
     return Replayed(ms, total[0], total[1], total[2], drafts.count)
 
 
+def best_of(each: Sequence[Replayed]) -> Replayed:
+    """Of each request the replay that took it the least time."""
+    fastest = torch.stack([one.ms for one in each]).argmin(0)
+    at = torch.arange(len(fastest))
+
+    def pick(name: str) -> Tensor:
+        return torch.stack([getattr(one, name) for one in each])[fastest, at]
+
+    return Replayed(pick("ms"), pick("rounds"), pick("drafted"), pick("accepted"), pick("committed"))
+
+
 def _seated(speculation: Speculation, drafts: Drafts) -> SlotState:
     """A slot for each request, which stays active to the end of the replay: policies count them."""
     slots = len(drafts.count)
@@ -125,11 +137,8 @@ class Hindsight(Speculation):
         return state.drafted >= self.lengths[torch.arange(len(at)), at]
 
 
-def hindsight(drafts: Drafts, clock: Clock, longest: int, greedy: bool = False) -> Hindsight:
-    """The draft lengths, up to `longest`, of one who knows which drafts will stand.
-
-    Those of the least time to the end of each request; greedy: those of the most tokens per time, round by round.
-    """
+def hindsight(drafts: Drafts, clock: Clock, longest: int) -> Hindsight:
+    """The draft lengths, up to `longest`, of one who knows which drafts will stand: of the least time to the end."""
     runs, positions = drafts.runs, drafts.stands.shape[1]
     requests = torch.arange(len(drafts.count))
     lengths = torch.zeros(len(requests), positions, dtype=torch.int64)
@@ -138,11 +147,9 @@ def hindsight(drafts: Drafts, clock: Clock, longest: int, greedy: bool = False) 
         most = torch.minimum(runs[:, at], drafts.count - at - 1).clamp(0, longest)  # more would only cost
         ms = _round_ms(clock, drafts.prompt + at, longest)
         after = rest[requests[:, None], (at + 1 + torch.arange(longest + 1)).clamp(max=positions)]
-        worth = ms / torch.arange(1, longest + 2) if greedy else ms + after
-        worth[torch.arange(longest + 1) > most[:, None]] = float("inf")
-        lengths[:, at] = worth.argmin(1)
-        best = (ms + after)[requests, lengths[:, at]]
-        rest[:, at] = torch.where(at < drafts.count, best, 0)
+        total = (ms + after).masked_fill(torch.arange(longest + 1) > most[:, None], float("inf"))
+        lengths[:, at] = total.argmin(1)
+        rest[:, at] = torch.where(at < drafts.count, total.amin(1), 0)
     return Hindsight(longest, lengths, drafts.prompt)
 
 
