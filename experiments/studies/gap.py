@@ -5,40 +5,70 @@ the token after a fully accepted round was never drafted, so that no verdict exi
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 import torch
+from pydantic import ValidationError
 
 from aspire.policies import ClosedForm, CostModel, Fixed, Speculation, Stepped, TopBlocks
 from aspire.replay import Clock, Drafts, Replayed, best_of, hindsight, replay
 from experiments.layout import make_method
-from experiments.records import Record, RequestLine
+from experiments.records import Record, RequestLine, Section, read_requests
 
+GAP = "gap.jsonl"
 OWN, ORACLE = "best length of each request", "hindsight oracle"
 PLAIN, FIXED, STEPPED, CLOSED = "autoregressive", "best fixed length", "ASPIRE-FSM", "ASPIRE"
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A fitted cost model to replay under: the batch and the prompt length it was fitted at, the policy of its method.
+    """The cost model of a record to replay under, at the batch it was fitted at, and the policy of its method.
 
-    context None: each request keeps its own prompt.
+    context: prompt tokens of all requests; None = each keeps its own prompt.
     """
 
-    name: str
+    record: Record
     clock: Clock
     policy: ClosedForm
     context: int | None
 
 
-@dataclass(frozen=True)
-class Speed:
+class Speed(Section):
     """One policy under one scenario: modelled tokens a second of the batch, tokens a round, drafts a round."""
 
-    policy: str
     tok_s: float
     tokens_per_round: float
     drafts_per_round: float
+
+
+class GapLine(Section):
+    """The replay of one cell's drafts under the cost model of a record.
+
+    fitted: cell id of that record, on `device`, at `commit`. batch, context: of the replay, context null = each request
+    after its own prompt. requests, positions: replayed. speeds: by policy.
+    """
+
+    evidence: Literal["modelled"] = "modelled"
+    fitted: str
+    device: str | None
+    commit: str | None
+    model: str
+    batch: int
+    context: int | None
+    cost: dict[str, float]
+    requests: int
+    positions: int
+    speeds: dict[str, Speed]
+
+    def gap(self, policy: str, oracle: str) -> float:
+        """The share of the oracle's speed that a policy leaves."""
+        return 1 - self.speeds[policy].tok_s / self.speeds[oracle].tok_s
+
+    def speedup(self, policy: str) -> float:
+        """Over autoregressive decoding in the same replay."""
+        return self.speeds[policy].tok_s / self.speeds[PLAIN].tok_s
 
 
 def verdicts_of(line: RequestLine) -> list[bool]:
@@ -73,10 +103,10 @@ def scenario_of(record: Record, own_prompts: bool) -> Scenario:
         )
     clock = Clock(CostModel(**record.calibration["cost"]), selection, record.cell.batch)
     context = None if own_prompts else record.workload.prompt_tokens.max
-    return Scenario(record.cell.model, clock, policy, context)
+    return Scenario(record, clock, policy, context)
 
 
-def speeds(lines: Sequence[RequestLine], scenario: Scenario) -> list[Speed]:
+def line_of(lines: Sequence[RequestLine], scenario: Scenario) -> GapLine:
     """Every policy on the recorded drafts under the scenario's cost model, none drafting longer than ASPIRE may."""
     drafts, clock, longest = drafts_of(lines, scenario.context), scenario.clock, scenario.policy.longest
 
@@ -92,17 +122,38 @@ def speeds(lines: Sequence[RequestLine], scenario: Scenario) -> list[Speed]:
         OWN: best_of(fixed),
         ORACLE: run(hindsight(drafts, clock, longest)),
     }
-    return [speed(name, one, clock.batch) for name, one in done.items()]
+    record = scenario.record
+    return GapLine(
+        fitted=record.cell_id, device=record.environment.device, commit=record.environment.commit,
+        model=record.cell.model, batch=clock.batch, context=scenario.context, cost=asdict(clock.cost),
+        requests=len(drafts.count), positions=int(drafts.count.sum()),
+        speeds={name: speed_of(one, clock.batch) for name, one in done.items()},
+    )  # fmt: skip
 
 
-def speed(name: str, done: Replayed, batch: int) -> Speed:
+def speed_of(done: Replayed, batch: int) -> Speed:
     """Ratios of sums over requests; `batch` copies of a request commit so many times its tokens in its time."""
     rounds, tokens = int(done.rounds.sum()), int(done.committed.sum())
-    tok_s = batch * tokens / (float(done.ms.sum()) / 1e3)
-    return Speed(name, tok_s, tokens / rounds, int(done.drafted.sum()) / rounds)
+    return Speed(
+        tok_s=round(batch * tokens / (float(done.ms.sum()) / 1e3), 3), tokens_per_round=round(tokens / rounds, 4),
+        drafts_per_round=round(int(done.drafted.sum()) / rounds, 4),
+    )  # fmt: skip
 
 
-def gap(found: Sequence[Speed], policy: str = CLOSED, oracle: str = ORACLE) -> float:
-    """The share of the oracle's speed that a policy leaves."""
-    by_name = {one.policy: one.tok_s for one in found}
-    return 1 - by_name[policy] / by_name[oracle]
+def write_gaps(folder: Path, scenarios: Iterable[Scenario]) -> list[GapLine]:
+    """Replay a finished cell's drafts under every scenario and write the lines beside its record."""
+    lines = read_requests(folder)
+    found = [line_of(lines, scenario) for scenario in scenarios]
+    (folder / GAP).write_text("".join(line.model_dump_json() + "\n" for line in found), encoding="utf-8")
+    return found
+
+
+def read_gaps(folder: Path) -> list[GapLine]:
+    """The lines of a cell, in file order. Raises ValueError naming what is at fault."""
+    path = folder / GAP
+    if not path.exists():
+        raise ValueError(f"no {GAP} beside the record in {folder}; run the study again")
+    try:
+        return [GapLine.model_validate_json(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    except ValidationError as error:
+        raise ValueError(f"{path} does not hold replays; run the study again: {error}") from error

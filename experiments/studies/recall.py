@@ -1,0 +1,84 @@
+"""Mass recall: which layer, how many tokens ago, tells best where a layer will look? Curves of predictor sources."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from experiments.studies.draw import DASHED, LINES, Panel, draw
+from experiments.studies.sources import Curves, RecallLine, mean
+from experiments.tables import Run, caption
+
+POSITIONS = {"all": "all positions", "prompt": "the prompt's positions"}
+STYLES = {"all": "-", "prompt": DASHED}
+
+
+def rows(name: str, lines: Sequence[RecallLine]) -> list[dict[str, str]]:
+    """The table of a profile: a row a source, a column a set of positions."""
+    each = {key: mean(lines, key) for key in POSITIONS}
+    found = {key: sources(curves) for key, curves in each.items()}
+    return [
+        {"profile": name, "source": source, "at": at}
+        | {words: f"{found[key][source, at]:.3f}" for key, words in POSITIONS.items()}
+        for source, at in found["all"]
+    ]
+
+
+def sources(curves: Curves) -> dict[tuple[str, str], float]:
+    """(source, where) -> recall, in the table's order; of layers that serve all, those at which the figure bends."""
+    layers = len(curves.source)
+    shown = sorted({0, 1, 2, 3, *(i * layers // 4 for i in (1, 2, 3)), layers - 2, layers - 1} & {*range(layers)})
+    return {
+        **{("same layer, earlier token", f"{age} ago"): value for age, value in curves.age.items()},
+        **{("same token, earlier layer", f"{offset} below"): value for offset, value in curves.offset.items()},
+        **{("one layer for all, same token", f"layer {at}"): curves.source[at] for at in shown},
+        **{("one layer for all, a token old", f"layer {at}"): curves.source_old[at] for at in shown},
+        **{("refresh layers at or below, same token", str(count)): value for count, value in curves.refresh.items()},
+        **{("nearest refresh layer, a token old", str(count)): value for count, value in curves.refresh_old.items()},
+    }
+
+
+def figure(runs: dict[str, tuple[Run, list[RecallLine]]], stem: Path) -> list[Path]:
+    """Three panels a profile: by age and offset, by source layer, by number of refresh layers."""
+    panels: list[Panel] = []
+    for name, (_, lines) in runs.items():
+        each = {key: mean(lines, key) for key in POSITIONS}
+        panels += [
+            panel(each, ("age", "offset"), "tokens ago (blue); layers below (red)", f"{name}: {len(lines)} prompts"),
+            panel(each, ("source", "source_old"), "layer that serves all: same token (blue); a token old (red)"),
+            panel(
+                each, ("refresh", "refresh_old"), "refresh layers: at or below, same token (blue); a token old (red)"
+            ),
+        ]
+    words = (
+        "Mass recall of predictor sources: the attention on a source's top positions, over that on the layer's own; "
+        "heads reduced by their maximum, mean over layers, decoded tokens and prompts. Solid: all positions; dashed: "
+        f"those of the prompt. {caption([run for run, _ in runs.values()])}"
+    )
+    handles = [Line2D([], [], color="black", linestyle=STYLES[key], label=text) for key, text in POSITIONS.items()]
+    return draw(panels, words, handles, stem)
+
+
+def panel(each: dict[str, Curves], curves: tuple[str, str], xlabel: str, title: str = "") -> Panel:
+    """Two curves for each set of positions. Those with keys stand on an axis of powers of two, by layer on a plain one."""
+
+    def paint(ax: Axes) -> None:
+        for positions, found in each.items():
+            for colour, name in zip(LINES, curves, strict=False):
+                at, values = points(getattr(found, name))
+                ax.plot(at, values, marker=".", ms=3, linewidth=0.8, linestyle=STYLES[positions], color=colour)
+        if isinstance(getattr(each["all"], curves[0]), dict):
+            ticks = sorted({at for name in curves for at in getattr(each["all"], name)})
+            ax.set_xscale("log", base=2)
+            ax.set_xticks(ticks, map(str, ticks))
+        ax.set(xlabel=xlabel, ylabel="mass recall", ylim=(0, 1.02))
+        ax.set_title(title, loc="left", pad=2)
+
+    return paint
+
+
+def points(curve: dict[int, float] | list[float]) -> tuple[list[int], list[float]]:
+    """x and y of a curve."""
+    keyed = curve if isinstance(curve, dict) else dict(enumerate(curve))
+    return [*keyed], [*keyed.values()]
