@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from experiments.records import pick
-from experiments.studies.draw import LINES, Panel, draw
+from experiments.studies.panels import LINES, Panel, draw
 from experiments.studies.lengths import Lengths, lengths_of, summary
 from experiments.tables import DASH, Run, caption
 

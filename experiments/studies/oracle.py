@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from experiments.figures import COLOURS
-from experiments.studies.draw import DASHED, LINES, Panel, draw
+from experiments.studies.panels import DASHED, LINES, Panel, draw
 from experiments.studies.gap import CLOSED, FIXED, ORACLE, OWN, STEPPED, GapLine
 from experiments.tables import DASH, MARKS, NOTES, Run, caption
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from experiments.studies.draw import DASHED, LINES, Panel, draw
+from experiments.studies.panels import DASHED, LINES, Panel, draw
 from experiments.studies.sources import Curves, RecallLine, mean
 from experiments.tables import Run, caption
 
