@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format reproduce-fig1 fetch figures verify-lossless bench-cpu bench-gpu bench-kernels quality check clean
+.PHONY: help setup test lint format reproduce-fig1 study fetch figures verify-lossless bench-cpu bench-gpu bench-kernels quality check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ format: setup ## Format the code and apply safe fixes
 
 reproduce-fig1: setup ## Measure and draw figure 1; PROFILE=auto picks what this machine can run, ARGS="..." adds overrides
 	@$(PY) -m experiments.fig1 profile=$(PROFILE) $(ARGS)
+
+study: setup ## Run an experiment of the paper: NAME=draft_length PROFILE=embedded|h200|shapes; without NAME: list them
+	@$(PY) -m experiments.study $(NAME) $(if $(NAME),$(if $(filter auto,$(PROFILE)),,profile=$(PROFILE)) $(ARGS))
 
 fetch: setup ## Get the models and data of a profile into the cache; ARGS="model=qwen3_8b benchmark=aime25,math500"
 	@$(PY) -m experiments.fetch profile=$(PROFILE) $(ARGS)

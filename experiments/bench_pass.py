@@ -24,7 +24,7 @@ from experiments.bench_gpu import IID, Bench, words_for
 from experiments.compare import cell_of, fill, prepare
 from experiments.config import CONF, check_overrides, for_method, plain, register, script, split
 from experiments.environment import copy_tb_s
-from experiments.layout import lay_out, make_method
+from experiments.layout import lay_out, make_method, resolve
 from experiments.metrics import fewest_bytes
 from experiments.outcome import Entry, weight_bytes_read
 from experiments.session import open_session
@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         words = words_for(bench, words, out)
         check_overrides(words)
-        config = plain(for_method(words, own["method"])) | {"run_id": out.name}
+        config = resolve(plain(for_method(words, own["method"])) | {"run_id": out.name})
     copy = copy_tb_s("cuda")
     entry = Entry(config, cell_of(config), make_method(config))
     session = open_session(lay_out(config, [entry.method]))  # type: ignore[list-item]

@@ -132,7 +132,9 @@ def prepare(entry: Entry, session: Session, report: Report) -> None:
     assert entry.method is not None
     if entry.method.needs_cost_model:
         entry.calibration = calibration_for(entry, session, report)
-        entry.method = entry.method.with_cost_model(entry.calibration.cost)
+        entry.method = entry.method.with_cost_model(
+            entry.calibration.cost.scaled(**entry.config["calibration"]["scale"])
+        )
     entry.engine = make_engine(session, entry.method, entry.config["batch"])
     warm_up(entry.engine, session, session.config["protocol"]["warmup_passes"])
 
@@ -169,7 +171,7 @@ def calibration_for(entry: Entry, session: Session, report: Report) -> calibrate
     assert entry.method is not None
     key = calibration_key(entry, session)
     name = hashlib.sha1(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
-    path = Path(entry.config["calibration"]["dir"]) / f"{entry.cell.model}-{entry.cell.method}-{name}.json"
+    path = Path(entry.config["calibration"]["dir"]) / f"{entry.cell.model}-{name}.json"
     if path.exists():
         return calibrate.load(path, key)
     profile = calibrate.profiling_method(entry.method)

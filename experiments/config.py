@@ -123,9 +123,17 @@ class ComparisonConf:
 
 
 @dataclass
+class ScaleConf:
+    model: float = 1.0
+    mlp: float = 1.0
+    attn: float = 1.0
+
+
+@dataclass
 class CalibrationConf:
     dir: str = "calibration"
     passes: int = 60
+    scale: ScaleConf = field(default_factory=ScaleConf)
 
 
 @dataclass
@@ -142,6 +150,7 @@ class RunConf:
     tracking: TrackingConf = field(default_factory=TrackingConf)
     comparison: ComparisonConf = field(default_factory=ComparisonConf)
     calibration: CalibrationConf = field(default_factory=CalibrationConf)
+    study: Any = None  # of conf/experiment: what experiments/study.py runs
     path: str | None = None  # of source=local
     batch: Any = 8  # a number, or max_fit
     seed: int = 123

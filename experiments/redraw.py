@@ -12,6 +12,7 @@ from experiments.gpu_figures import write_gpu_figures
 from experiments.gpu_tables import GPU, write_gpu_tables
 from experiments.quality import QUALITY, write_quality
 from experiments.records import PASSES, find_records, read_record
+from experiments.studies.pages import STUDIES, redraw_studies
 from experiments.tables import write_tables
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -19,20 +20,21 @@ PICTURED = ("vegas", "aspire_fsm")  # a lockstep method above, an asynchronous o
 
 
 def redraw(root: Path, out: Path = RESULTS) -> list[Path]:
-    """Tables and figures of all records under `root`, those of `root`/h200 and `root`/quality in their own.
+    """Tables and figures of all records under `root`, those of `root`/h200, /quality and /studies in their own.
 
     Raises ValueError if there is nothing to show.
     """
     folders = find_fig1(root)
     written = [*redraw_fig1(folders, out), *redraw_gpu(root / GPU, out), *redraw_quality(root / QUALITY, out)]
+    written += redraw_studies(root / STUDIES, out)
     if not written:
         raise ValueError(f"no records under {root}; run make reproduce-fig1 first, or name another folder")
     return written
 
 
 def find_fig1(root: Path) -> list[Path]:
-    """Cells of figure 1: all but those of GPU and quality runs and those that show shapes alone."""
-    apart = {root / GPU, root / QUALITY}
+    """Cells of figure 1: all but those of GPU and quality runs, of studies, and those that show shapes alone."""
+    apart = {root / GPU, root / QUALITY, root / STUDIES}
     own = [folder for folder in find_records(root) if not apart & {*folder.parents}]
     return [folder for folder in own if read_record(folder).cell.evidence == "real"]
 

@@ -34,6 +34,10 @@ class CostModel:
     def pass_ms(self, tokens: Tensor, kv_tokens: Tensor) -> Tensor:
         return self.model + self.mlp * tokens + self.attn * kv_tokens
 
+    def scaled(self, model: float, mlp: float, attn: float) -> "CostModel":
+        """Each coefficient times a factor: what a method believes whose costs were fitted elsewhere."""
+        return replace(self, model=self.model * model, mlp=self.mlp * mlp, attn=self.attn * attn)
+
 
 class Speculation(ABC):
     """Base of all speculation policies. `longest` bounds the draft length: buffers and page reservations follow it.

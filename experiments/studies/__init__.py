@@ -1,0 +1,7 @@
+"""Which questions of the paper can be asked here? One study each; its cells and claims stand in conf/experiment."""
+
+from experiments.studies.claims import At, Difference, Ratio, Spread, Untestable
+from experiments.studies.study import Study
+from experiments.studies.sweep import Map, Sweep
+
+__all__ = ["At", "Difference", "Map", "Ratio", "Spread", "Study", "Sweep", "Untestable"]

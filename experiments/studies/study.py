@@ -1,0 +1,125 @@
+"""What is a study? One question of the paper: cells that are run, a table, a figure, and a verdict on each claim.
+
+Its cells are records like any other. What a cell is to its study stands in its config under `study`: {name, profile,
+part, series, x}. A part is a comparison of its own; series and x say which variant of a method the cell is. Published
+records lie below results/records/studies/<study>/<profile>.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from pydantic import BaseModel, ConfigDict, SerializeAsAny
+
+from experiments import tables
+from experiments.config import CONF, nearest
+from experiments.records import Record, find_records, pick
+from experiments.studies.claims import Measure, Verdict, judge, published
+from experiments.tables import Run
+
+PERCENTILES = {f"TPOT ms p{p}": f"p{p}" for p in (50, 95, 99)}
+
+
+class Study(BaseModel, ABC):
+    """Base of all studies; made by Hydra from the `study` node of conf/experiment/<name>.yaml.
+
+    claims: how our value of each claim in results/paper/claims.csv is measured, by the claim's id.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    name: str
+    title: str
+    claims: dict[str, SerializeAsAny[Measure]] = {}
+
+    @property
+    @abstractmethod
+    def profiles(self) -> list[str]:
+        """Where it can be run: embedded (a CPU), h200 (real weights on a GPU), shapes (random weights on a GPU)."""
+
+    @abstractmethod
+    def measure(self, profile: str, words: list[str], out: Path) -> list[Record]:
+        """Run all cells of a profile into folders below `out`; words: further overrides. Hydra must be initialised."""
+
+    @abstractmethod
+    def table(self, rows: pd.DataFrame) -> str:
+        """What the rows of `frame` say, in Markdown."""
+
+    @abstractmethod
+    def figure(self, rows: pd.DataFrame, stem: Path) -> list[Path]:
+        """Draw the rows; stem: path without a suffix."""
+
+    def frame(self, folders: Iterable[Path]) -> pd.DataFrame:
+        """A row a cell, by profile, part, series and x, every number unrounded."""
+        runs = tables.load(folders)
+        records = [run.record for run in runs]
+        rows = [self.row(run, [r for r in records if same_part(r, run.record)]) for run in runs]
+        table = pd.DataFrame(rows)
+        if table.empty:
+            return table
+        keys = ["profile", "part"]  # within a part in the order in which the cells were asked for
+        return table.sort_values([*keys, "place"], kind="stable").reset_index(drop=True)
+
+    def row(self, run: Run, part: list[Record]) -> dict[str, Any]:
+        """One cell beside the plain decoding of its part."""
+        record = run.record
+        own = record.config["study"]
+        tpot = record.metrics.tpot_ms
+        return {
+            **{key: own[key] for key in ("profile", "part", "series", "x", "place")},
+            **tables.row(run, tables.baseline_of(record, part)),
+            **{name: None if tpot is None else getattr(tpot, key) for name, key in PERCENTILES.items()},
+            "shown evidence": evidence_of(record),
+            "cell": run,
+        }
+
+    def verdicts(self, rows: pd.DataFrame) -> list[Verdict]:
+        """Every claim under every profile that was run; once, as not run, where none was."""
+        known = published(self.name)
+        unknown = {*self.claims} - {*known}
+        if unknown:
+            raise ValueError(f"results/paper/claims.csv has no claim {min(unknown)!r} of study {self.name}")
+        found = []
+        for claim, measure in self.claims.items():
+            ran = list(dict.fromkeys(rows["profile"])) if len(rows) else []
+            for profile in ran or [self.profiles[0]]:
+                own = rows[rows["profile"] == profile] if len(rows) else rows
+                found.append(judge(self.name, known[claim], measure, own, profile))
+        return found
+
+
+def same_part(one: Record, other: Record) -> bool:
+    keys = ("study.profile", "study.part")
+    return all(pick(one.config, key) == pick(other.config, key) for key in keys)
+
+
+def evidence_of(record: Record) -> str:
+    """Kind of evidence and where it was had."""
+    device = record.environment.device or str(pick(record.config, "engine.device"))
+    words = [record.cell.evidence, device]
+    return ", ".join([*words, record.cell.acceptance] if record.cell.acceptance != "measured" else words)
+
+
+def names() -> list[str]:
+    """The studies: experiments whose config has a `study` node."""
+    files = sorted((CONF / "experiment").glob("*.yaml"))
+    return [path.stem for path in files if "study" in OmegaConf.load(path)]
+
+
+def study_of(name: str) -> Study:
+    """The study of that name. Raises ValueError for an unknown one."""
+    if name not in names():
+        raise ValueError(f"unknown study {name!r}{nearest(name, names())}")
+    node = OmegaConf.load(CONF / "experiment" / f"{name}.yaml").study
+    study = instantiate({"name": name, **node}, _convert_="all")
+    assert isinstance(study, Study)
+    return study
+
+
+def folders_of(root: Path, name: str) -> list[Path]:
+    """Cells of a study below a folder."""
+    return find_records(root / name)

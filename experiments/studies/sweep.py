@@ -1,0 +1,144 @@
+"""How is a setting swept? Variants of methods, one after another in a comparison, beside plain decoding."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from pydantic import BaseModel, ConfigDict
+
+from experiments.config import for_method, plain
+from experiments.loading import Config
+from experiments.records import Record
+from experiments.run import run
+from experiments.studies import draw
+from experiments.studies.claims import as_text
+from experiments.studies.study import PERCENTILES, Study
+from experiments.tables import ACCEPTANCE, DASH, caption
+
+COLUMNS: dict[str, int | None] = {
+    "part": None, "series": None, "x": None, "decode tok/s": 1, "decode speed-up": 2, "decode speed-up min–max": 2,
+    ACCEPTANCE: 3, "acceptance 95 %": 3, "tokens per round (committed/rounds)": 2,
+    **dict.fromkeys(PERCENTILES, 2), "note": None,
+}  # fmt: skip
+RANGES = {
+    "decode speed-up min–max": ("decode speed-up min", "decode speed-up max"),
+    "acceptance 95 %": ("acceptance 95 % low", "acceptance 95 % high"),
+}
+
+
+class Series(BaseModel):
+    """A method, or variants of it. set: overrides, in which {x} stands for each of xs in turn."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    label: str
+    method: str
+    set: tuple[str, ...] = ()
+    xs: tuple[int | float | str, ...] = ()
+
+    def variants(self, xs: tuple[int | float | str, ...] | None) -> list[tuple[Any, list[str]]]:
+        """(x, overrides) of each cell; xs: those of the profile, where it has its own."""
+        if not self.xs:
+            return [(None, list(self.set))]
+        return [(x, [word.format(x=as_text(x)) for word in self.set]) for x in xs or self.xs]
+
+
+class Profile(BaseModel):
+    """Where the cells run. set: overrides of all of them; parts: name -> overrides of a comparison's own; xs: its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    set: tuple[str, ...] = ()
+    parts: dict[str, tuple[str, ...]] = {"all": ()}
+    xs: tuple[int | float | str, ...] | None = None
+
+
+class Sweep(Study):
+    """Series of variants in every part; axis: what x is; show: the table's columns that are drawn."""
+
+    axis: str
+    series: tuple[Series, ...]
+    where: dict[str, Profile]
+    show: tuple[str, ...] = (ACCEPTANCE, "decode speed-up")
+    words: str = ""
+
+    @property
+    def profiles(self) -> list[str]:
+        return list(self.where)
+
+    def measure(self, profile: str, words: list[str], out: Path) -> list[Record]:
+        records = []
+        for part in self.where[profile].parts:
+            records += run(self.configs(profile, part, words, out), out / part)
+        return records
+
+    def configs(self, profile: str, part: str, words: list[str], out: Path) -> list[Config]:
+        """A config a cell of one part."""
+        own = self.where[profile]
+        shared = [f"profile={profile}", f"experiment={self.name}", *own.set, *own.parts[part], *words]
+        # One file of costs serves all cells that differ in speculation alone.
+        shared = [f"calibration.dir={out / 'calibration'}", *shared]
+        configs: list[Config] = []
+        for series in self.series:
+            for x, overrides in series.variants(own.xs):
+                config = plain(for_method([*shared, *overrides], series.method))
+                if overrides:
+                    name = f"{series.method}_{slug(series.label)}" + ("" if x is None else f"_{slug(as_text(x))}")
+                    label = series.label if x is None else f"{series.label} {as_text(x)}"
+                    config["method"] |= {"name": name, "label": label}
+                config["study"] = {
+                    "name": self.name, "profile": profile, "part": part, "series": series.label, "x": x,
+                    "place": len(configs),
+                }  # fmt: skip
+                configs.append(config | {"run_id": out.name})
+        return configs
+
+    def table(self, rows: pd.DataFrame) -> str:
+        blocks = [f"# {self.title}"]
+        for profile, own in rows.groupby("profile", sort=False):
+            shown = display(own, COLUMNS).rename(columns={"x": self.axis})
+            told = [name for name in shown if (shown[name] != DASH).any()]
+            blocks += [
+                f"## {profile}", shown[told].to_markdown(index=False, disable_numparse=True),
+                f"{caption(list(own['cell']))} {DASH}: does not apply, or the note says why.",
+            ]  # fmt: skip
+        return "\n\n".join([*blocks, *([self.words] if self.words else [])]) + "\n"
+
+    def figure(self, rows: pd.DataFrame, stem: Path) -> list[Path]:
+        return draw.lines(rows, self.axis, self.show, self.title, stem)
+
+
+class Map(Sweep):
+    """Parts by x, the value of the first shown column in each field; below 1 it is marked."""
+
+    def figure(self, rows: pd.DataFrame, stem: Path) -> list[Path]:
+        return draw.heat(rows, self.axis, self.show[0], self.title, stem)
+
+
+def slug(text: str) -> str:
+    """Fit for a folder's name."""
+    return re.sub(r"[^a-z0-9.]+", "_", text.lower()).strip("_")
+
+
+def display(rows: pd.DataFrame, columns: dict[str, int | None]) -> pd.DataFrame:
+    """The rows as text, with fixed digits and a dash where there is nothing."""
+    shown: dict[str, list[str]] = {}
+    for name, places in columns.items():
+        if name in RANGES:
+            pairs = zip(*(rows[key] for key in RANGES[name]), strict=True)
+            shown[name] = [DASH if pd.isna(low) else f"{low:.{places}f}–{high:.{places}f}" for low, high in pairs]
+        else:
+            shown[name] = [field(value, places) for value in rows[name]]
+    shown["series"] = [
+        text + (f" {mark}" if mark else "") for text, mark in zip(shown["series"], rows["mark"], strict=True)
+    ]
+    return pd.DataFrame(shown)
+
+
+def field(value: Any, places: int | None) -> str:
+    if pd.isna(value):
+        return DASH
+    if places is not None:
+        return f"{value:.{places}f}"
+    return as_text(value).replace("|", "\\|")[:120]
