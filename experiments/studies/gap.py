@@ -6,18 +6,15 @@ the token after a fully accepted round was never drafted, so that no verdict exi
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import ValidationError
 
 from aspire.policies import ClosedForm, CostModel, Fixed, Speculation, Stepped, TopBlocks
 from aspire.replay import Clock, Drafts, Replayed, best_of, hindsight, replay
 from experiments.layout import make_method
-from experiments.records import Record, RequestLine, Section, read_requests
+from experiments.records import Record, RequestLine, Section
 
-GAP = "gap.jsonl"
 OWN, ORACLE = "best length of each request", "hindsight oracle"
 PLAIN, FIXED, STEPPED, CLOSED = "autoregressive", "best fixed length", "ASPIRE-FSM", "ASPIRE"
 
@@ -26,13 +23,13 @@ PLAIN, FIXED, STEPPED, CLOSED = "autoregressive", "best fixed length", "ASPIRE-F
 class Scenario:
     """The cost model of a record to replay under, at the batch it was fitted at, and the policy of its method.
 
-    context: prompt tokens of all requests; None = each keeps its own prompt.
+    context: its prompt tokens, the replayed requests' too: their verdicts are kept, their own prompts are not.
     """
 
     record: Record
     clock: Clock
     policy: ClosedForm
-    context: int | None
+    context: int
 
 
 class Speed(Section):
@@ -46,8 +43,8 @@ class Speed(Section):
 class GapLine(Section):
     """The replay of one cell's drafts under the cost model of a record.
 
-    fitted: cell id of that record, on `device`, at `commit`. batch, context: of the replay, context null = each request
-    after its own prompt. requests, positions: replayed. speeds: by policy.
+    fitted: cell id of that record, on `device`, at `commit`. batch, context: its own, under which the requests are
+    replayed. requests, positions: replayed. speeds: by policy.
     """
 
     evidence: Literal["modelled"] = "modelled"
@@ -56,7 +53,7 @@ class GapLine(Section):
     commit: str | None
     model: str
     batch: int
-    context: int | None
+    context: int
     cost: dict[str, float]
     requests: int
     positions: int
@@ -78,23 +75,19 @@ def verdicts_of(line: RequestLine) -> list[bool]:
     ]
 
 
-def drafts_of(lines: Iterable[RequestLine], context: int | None = None) -> Drafts:
-    """The judged drafts of all requests that have any. Raises ValueError where none has."""
-    each = [(line.prompt_tokens if context is None else context, verdicts_of(line)) for line in lines]
-    each = [(prompt, verdicts) for prompt, verdicts in each if verdicts]
+def drafts_of(lines: Iterable[RequestLine], context: int) -> Drafts:
+    """The judged drafts of requests that have any, after prompts of `context` tokens. Raises ValueError without any."""
+    each = [verdicts for line in lines if (verdicts := verdicts_of(line))]
     if not each:
         raise ValueError("no draft was judged; record a method that drafts, as aspire_fixed")
-    longest = max(len(verdicts) for _, verdicts in each)
-    stands = torch.tensor([verdicts + [False] * (longest - len(verdicts)) for _, verdicts in each])
-    count = torch.tensor([len(verdicts) for _, verdicts in each])
-    return Drafts(stands, count, torch.tensor([prompt for prompt, _ in each]))
+    longest = max(map(len, each))
+    stands = torch.tensor([verdicts + [False] * (longest - len(verdicts)) for verdicts in each])
+    count = torch.tensor([len(verdicts) for verdicts in each])
+    return Drafts(stands, count, torch.full_like(count, context))
 
 
-def scenario_of(record: Record, own_prompts: bool) -> Scenario:
-    """The cost model that a record of ASPIRE was run with. Raises ValueError for a record that has none.
-
-    own_prompts: whether requests are replayed after their own prompts, rather than after ones of the record's length.
-    """
+def scenario_of(record: Record) -> Scenario:
+    """The cost model that a record of ASPIRE was run with. Raises ValueError for a record that has none."""
     method = make_method(record.config)
     policy, selection = method.speculation, method.selection
     if record.calibration is None or not isinstance(policy, ClosedForm) or not isinstance(selection, TopBlocks):
@@ -102,7 +95,8 @@ def scenario_of(record: Record, own_prompts: bool) -> Scenario:
             f"{record.cell_id} has no cost model of the closed form; run method=aspire and read that record"
         )
     clock = Clock(CostModel(**record.calibration["cost"]), selection, record.cell.batch)
-    context = None if own_prompts else record.workload.prompt_tokens.max
+    context = record.workload.prompt_tokens.max
+    assert context is not None, record.cell_id
     return Scenario(record, clock, policy, context)
 
 
@@ -138,22 +132,3 @@ def speed_of(done: Replayed, batch: int) -> Speed:
         tok_s=round(batch * tokens / (float(done.ms.sum()) / 1e3), 3), tokens_per_round=round(tokens / rounds, 4),
         drafts_per_round=round(int(done.drafted.sum()) / rounds, 4),
     )  # fmt: skip
-
-
-def write_gaps(folder: Path, scenarios: Iterable[Scenario]) -> list[GapLine]:
-    """Replay a finished cell's drafts under every scenario and write the lines beside its record."""
-    lines = read_requests(folder)
-    found = [line_of(lines, scenario) for scenario in scenarios]
-    (folder / GAP).write_text("".join(line.model_dump_json() + "\n" for line in found), encoding="utf-8")
-    return found
-
-
-def read_gaps(folder: Path) -> list[GapLine]:
-    """The lines of a cell, in file order. Raises ValueError naming what is at fault."""
-    path = folder / GAP
-    if not path.exists():
-        raise ValueError(f"no {GAP} beside the record in {folder}; run the study again")
-    try:
-        return [GapLine.model_validate_json(text) for text in path.read_text(encoding="utf-8").splitlines()]
-    except ValidationError as error:
-        raise ValueError(f"{path} does not hold replays; run the study again: {error}") from error

@@ -2,18 +2,23 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from experiments.records import pick
-from experiments.studies.panels import LINES, Panel, draw
-from experiments.studies.lengths import Lengths, lengths_of, summary
-from experiments.tables import DASH, Run, caption
+from experiments.records import Record, pick
+from experiments.studies.draw import HUES
+from experiments.studies.lengths import SUMMARY, Lengths, lengths_of, summary
+from experiments.studies.sweep import Sweep, field
+from experiments.studies.traced import Panel, draw, page
+from experiments.tables import Run, caption
 
 PUBLISHED = (2.56, 11.51, 20.0)  # shortest, mean and longest mean of a request: the diamonds of the figure
+DIAMOND: dict[str, Any] = {"marker": "D", "ms": 2.6, "mfc": "white", "color": "black", "linewidth": 0.5}
 SHOWN = 5  # requests whose rounds are drawn
 
 
@@ -26,25 +31,46 @@ def requests_of(run: Run) -> list[Lengths]:
     return lengths_of(run.lines, drawn_length(run))
 
 
-def row(name: str, run: Run, window: int) -> dict[str, str]:
-    """A row of the table: the numbers of `summary`, two digits."""
-    found = summary(requests_of(run), window)
+class Heterogeneity(Sweep):
+    """Cells of one fixed draft length, request by request. window: rounds that are averaged to see a change."""
+
+    axis: str = "draft length"
+    window: int
+
+    def row(self, run: Run, part: list[Record]) -> dict[str, Any]:
+        found = summary(requests_of(run), self.window) if run.lines else {}
+        return {**super().row(run, part), **found}
+
+    def table(self, rows: pd.DataFrame) -> str:
+        shown = [{**described(run), **numbers(row)} for run, row in zip(rows["cell"], rows.to_dict("records"))]
+        words = [
+            f"Accepted drafts of rounds that drafted all; means weigh every request alike. Between requests: share of "
+            f"the variance of all rounds. Change across windows: mean difference of successive means of {self.window} "
+            f"rounds of a request. Correlation: of a round with the next, about the request's mean.",
+            caption(list(rows["cell"])),
+        ]
+        return page(self.title, [shown], words)
+
+    def figure(self, rows: pd.DataFrame, stem: Path) -> list[Path]:
+        runs = {f"{row.profile}": row.cell for row in rows.itertuples() if row.cell.lines}
+        return figure(runs, self.window, stem)
+
+
+def numbers(row: dict[str, Any]) -> dict[str, str]:
+    """The columns of `summary`, whole numbers whole, a dash where there is none."""
     whole = ("requests", "rounds")
-    numbers = {
-        key: DASH if value is None else str(value) if key in whole else f"{value:.2f}" for key, value in found.items()
+    return {key: field(row.get(key), 0 if key in whole else 2) for key in SUMMARY} | {
+        "note": field(row.get("note"), None)
     }
-    cell = record_words(run)
-    return {"profile": name, **cell, **numbers}
 
 
-def record_words(run: Run) -> dict[str, str]:
-    """What was run, for a row."""
-    record = run.record
-    prompt = record.workload.prompt_tokens
+def described(run: Run) -> dict[str, str]:
+    """What was run."""
+    record, prompt = run.record, run.record.workload.prompt_tokens
     return {
-        "model": record.cell.model, "benchmark": record.cell.benchmark, "evidence": record.cell.evidence,
-        "batch": str(record.cell.batch), "prompt tokens": f"{prompt.min}–{prompt.max}",
-        "draft": str(drawn_length(run)),
+        "profile": record.config["study"]["profile"], "model": record.cell.model, "benchmark": record.cell.benchmark,
+        "evidence": record.cell.evidence, "batch": str(record.cell.batch), "prompt tokens": field(prompt.mean, 0),
+        "drafts a round": str(drawn_length(run)),
     }  # fmt: skip
 
 
@@ -60,7 +86,7 @@ def means_panel(name: str, run: Run) -> Panel:
     longest, means = drawn_length(run), [each.mean for each in requests_of(run)]
 
     def panel(ax: Axes) -> None:
-        counts, _, _ = ax.hist(means, bins=np.arange(longest + 2) - 0.5, color=LINES[0], linewidth=0)
+        counts, _, _ = ax.hist(means, bins=np.arange(longest + 2) - 0.5, color=HUES[0], linewidth=0)
         top = 1.2 * max(counts)
         ax.plot(
             PUBLISHED, [0.92 * top] * 3, marker="D", linestyle="-", color="black", linewidth=0.5, ms=2.6, mfc="white"
@@ -79,7 +105,7 @@ def rounds_panel(run: Run, window: int) -> Panel:
         for place, each in enumerate(shown):
             values = each.windows(window)
             at = [window * (i + 0.5) for i in range(len(values))]
-            ax.plot(at, values, marker=".", ms=3, linewidth=0.8, color=LINES[place])
+            ax.plot(at, values, marker=".", ms=3, linewidth=0.8, color=HUES[place])
         ax.set(ylim=(-0.5, longest + 0.5), xlabel="round", ylabel=f"accepted, mean of {window}")
 
     return panel
@@ -94,7 +120,7 @@ def figure(runs: dict[str, Run], window: int, stem: Path) -> list[Path]:
         f"drafted all. {caption(list(runs.values()))}"
     )
     handles = [
-        Patch(facecolor=LINES[0], label="requests"),
-        Line2D([], [], marker="D", color="black", linewidth=0.5, ms=2.6, mfc="white", label="published range and mean"),
+        Patch(facecolor=HUES[0], label="requests"),
+        Line2D([], [], label="published range and mean", **DIAMOND),
     ]
     return draw(panels, words, handles, stem)

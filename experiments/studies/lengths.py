@@ -13,6 +13,11 @@ import numpy as np
 from experiments.metrics import ratio
 from experiments.records import RequestLine
 
+SUMMARY = (
+    "requests", "rounds", "shortest mean", "mean of means", "longest mean", "between requests",
+    "change across windows", "correlation of rounds",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -70,13 +75,8 @@ def share_between(requests: Sequence[Lengths]) -> float | None:
 def summary(requests: Sequence[Lengths], window: int) -> dict[str, float | None]:
     """What the table shows and the verdicts read; means over requests weigh every request alike, as the paper's."""
     means = [each.mean for each in requests]
-    return {
-        "requests": len(means),
-        "rounds": sum(len(each.accepted) for each in requests),
-        "shortest mean": min(means),
-        "mean of means": fmean(means),
-        "longest mean": max(means),
-        "between requests": share_between(requests),
-        "change across windows": change_across_windows(requests, window),
-        "correlation of rounds": correlation(requests),
-    }
+    values = (
+        len(means), sum(len(each.accepted) for each in requests), min(means), fmean(means), max(means),
+        share_between(requests), change_across_windows(requests, window), correlation(requests),
+    )  # fmt: skip
+    return dict(zip(SUMMARY, values, strict=True))

@@ -3,15 +3,51 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from experiments.studies.panels import DASHED, LINES, Panel, draw
-from experiments.studies.sources import Curves, RecallLine, mean
+from experiments.studies.draw import HUES
+from experiments.studies.sources import Asked, Curves, RecallLine, mean, traced
+from experiments.studies.traced import DASHED, Panel, Traced, draw, finished, page, read_lines, write_lines
 from experiments.tables import Run, caption
 
+RECALL = "recall.jsonl"
 POSITIONS = {"all": "all positions", "prompt": "the prompt's positions"}
 STYLES = {"all": "-", "prompt": DASHED}
+
+
+READING = (
+    "Mass recall: the attention on a source's top positions, over that on the layer's own top positions (our reading "
+    "of the paper's diagnostic); heads reduced by their maximum; mean over layers, decoded tokens and prompts. A layer's "
+    "service of itself is left out where one token serves, since layers that serve are dense. The prompt's positions "
+    "leave out the answer's own, which every draft row reads as its tail and no older token can know."
+)
+
+
+class MassRecall(Traced):
+    """Texts of plain decoding, traced. asked: what is looked at."""
+
+    asked: Asked
+
+    def derive(self, folder: Path) -> None:
+        write_lines(folder / RECALL, traced(folder, self.asked))
+
+    def read(self, folder: Path) -> list[RecallLine]:
+        return read_lines(folder / RECALL, RecallLine)
+
+    def columns(self, lines: Sequence[RecallLine]) -> dict[str, float | None]:
+        found = sources(mean(lines, "all"))
+        return {"prompts": len(lines), **{f"{source}: {at}": value for (source, at), value in found.items()}}
+
+    def table(self, frame: pd.DataFrame) -> str:
+        cells = finished(frame)
+        tables = [rows(f"{profile}, {run.record.cell.model}, {len(x)} prompts", x) for profile, run, x in cells]
+        tops = f"Tops of {self.asked.k} positions, {self.asked.tokens} tokens of each answer."
+        return page(self.title, tables, [f"{READING} {tops}", caption([run for _, run, _ in cells])])
+
+    def figure(self, frame: pd.DataFrame, stem: Path) -> list[Path]:
+        return figure({profile: (run, lines) for profile, run, lines in finished(frame)}, stem)
 
 
 def rows(name: str, lines: Sequence[RecallLine]) -> list[dict[str, str]]:
@@ -28,12 +64,13 @@ def rows(name: str, lines: Sequence[RecallLine]) -> list[dict[str, str]]:
 def sources(curves: Curves) -> dict[tuple[str, str], float]:
     """(source, where) -> recall, in the table's order; of layers that serve all, those at which the figure bends."""
     layers = len(curves.source)
-    shown = sorted({0, 1, 2, 3, *(i * layers // 4 for i in (1, 2, 3)), layers - 2, layers - 1} & {*range(layers)})
+    places = {"N/4": layers // 4, "N/2": layers // 2, "3N/4": 3 * layers // 4, "N-2": layers - 2, "N-1": layers - 1}
+    shown = {**{str(at): at for at in range(min(4, layers))}, **places}
     return {
         **{("same layer, earlier token", f"{age} ago"): value for age, value in curves.age.items()},
         **{("same token, earlier layer", f"{offset} below"): value for offset, value in curves.offset.items()},
-        **{("one layer for all, same token", f"layer {at}"): curves.source[at] for at in shown},
-        **{("one layer for all, a token old", f"layer {at}"): curves.source_old[at] for at in shown},
+        **{("one layer for all, same token", f"layer {name}"): curves.source[at] for name, at in shown.items()},
+        **{("one layer for all, a token old", f"layer {name}"): curves.source_old[at] for name, at in shown.items()},
         **{("refresh layers at or below, same token", str(count)): value for count, value in curves.refresh.items()},
         **{("nearest refresh layer, a token old", str(count)): value for count, value in curves.refresh_old.items()},
     }
@@ -47,25 +84,19 @@ def figure(runs: dict[str, tuple[Run, list[RecallLine]]], stem: Path) -> list[Pa
         panels += [
             panel(each, ("age", "offset"), "tokens ago (blue); layers below (red)", f"{name}: {len(lines)} prompts"),
             panel(each, ("source", "source_old"), "layer that serves all: same token (blue); a token old (red)"),
-            panel(
-                each, ("refresh", "refresh_old"), "refresh layers: at or below, same token (blue); a token old (red)"
-            ),
+            panel(each, ("refresh", "refresh_old"), "refresh layers: below, same token (blue); a token old (red)"),
         ]
-    words = (
-        "Mass recall of predictor sources: the attention on a source's top positions, over that on the layer's own; "
-        "heads reduced by their maximum, mean over layers, decoded tokens and prompts. Solid: all positions; dashed: "
-        f"those of the prompt. {caption([run for run, _ in runs.values()])}"
-    )
+    words = f"{READING} {caption([run for run, _ in runs.values()])}"
     handles = [Line2D([], [], color="black", linestyle=STYLES[key], label=text) for key, text in POSITIONS.items()]
     return draw(panels, words, handles, stem)
 
 
 def panel(each: dict[str, Curves], curves: tuple[str, str], xlabel: str, title: str = "") -> Panel:
-    """Two curves for each set of positions. Those with keys stand on an axis of powers of two, by layer on a plain one."""
+    """Two curves for each set of positions; those with keys stand on an axis of powers of two."""
 
     def paint(ax: Axes) -> None:
         for positions, found in each.items():
-            for colour, name in zip(LINES, curves, strict=False):
+            for colour, name in zip(HUES, curves, strict=False):
                 at, values = points(getattr(found, name))
                 ax.plot(at, values, marker=".", ms=3, linewidth=0.8, linestyle=STYLES[positions], color=colour)
         if isinstance(getattr(each["all"], curves[0]), dict):

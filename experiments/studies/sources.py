@@ -1,19 +1,17 @@
 """Which layer, how many tokens ago, tells best where a layer will look? Mass recall@k of predictor sources.
 
 aspire/recall.py has the definition, and what of it is our reading of the paper. A cell of plain decoding is run by the
-harness; its texts are then fed once more with full attention, and what is kept of that is a line of curves a prompt in
-`recall.jsonl` beside the cell's record, never the weights.
+harness; its texts are then fed once more with full attention, and what is kept of that is a line of curves a prompt,
+never the weights.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from aspire.cache import KVPool
 from aspire.model import Decoder
@@ -23,19 +21,17 @@ from experiments.layout import build_items, resolve
 from experiments.loading import Config, load_model, spec_of
 from experiments.records import Section, read_record, read_requests
 
-RECALL = "recall.jsonl"
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(Section):
     """What is traced of each text: its first tokens, tops of k positions, tokens ago, layers below, refresh layers."""
 
-    tokens: int = 96
-    k: int = 100
-    ages: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    offsets: tuple[int, ...] = (1, 2, 4, 8, 16)
-    counts: tuple[int, ...] = (1, 2, 4, 8)
+    tokens: int
+    k: int
+    ages: tuple[int, ...]
+    offsets: tuple[int, ...]
+    counts: tuple[int, ...]
 
 
 class Curves(Section):
@@ -99,9 +95,9 @@ def line_of(name: str, found: Trace, asked: Asked) -> RecallLine:
 
 
 def traced(folder: Path, asked: Asked) -> list[RecallLine]:
-    """Trace the answers of a finished cell of plain decoding and write its recall lines.
+    """Feed the answers of a finished cell once more and look: a line for each that is long enough.
 
-    Raises ValueError where an answer is too short to be traced: all are asked for the same number of tokens.
+    Raises ValueError where none is.
     """
     record = read_record(folder)
     config = resolve(record.config)
@@ -115,7 +111,6 @@ def traced(folder: Path, asked: Asked) -> list[RecallLine]:
             lines.append(line_of(line.id, found, asked))
     if not lines:
         raise ValueError(f"no answer has more than {asked.tokens} tokens; raise benchmark.max_new_tokens")
-    (folder / RECALL).write_text("".join(line.model_dump_json() + "\n" for line in lines), encoding="utf-8")
     return lines
 
 
@@ -124,22 +119,6 @@ def pool_for(model: Decoder, tokens: int, config: Config) -> KVPool:
     spec, page = model.spec, config["engine"]["page_size"]
     dtype, device = model.embed.dtype, config["engine"]["device"]
     return KVPool(spec.layers, spec.kv_heads, spec.head_dim, -(-tokens // page), page, dtype, device)
-
-
-def read_recall(folder: Path) -> list[RecallLine]:
-    """The lines of a cell, in file order. Raises ValueError naming what is at fault."""
-    path, known = folder / RECALL, {line.id for line in read_requests(folder)}
-    if not path.exists():
-        raise ValueError(f"no {RECALL} beside the record in {folder}; run the study again")
-    lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            lines.append(RecallLine.model_validate(json.loads(text)))
-        except ValidationError as error:
-            raise ValueError(f"{path}:{number} is not a recall line; run the study again: {error}") from error
-        if lines[-1].id not in known:
-            raise ValueError(f"{path}:{number} is of {lines[-1].id}, which is no request of the cell; run it again")
-    return lines
 
 
 def mean(lines: Sequence[RecallLine], positions: str) -> Curves:
