@@ -19,9 +19,9 @@ STYLES = {"all": "-", "prompt": DASHED}
 
 READING = (
     "Mass recall: the attention on a source's top positions, over that on the layer's own top positions (our reading "
-    "of the paper's diagnostic); heads reduced by their maximum; mean over layers, decoded tokens and prompts. A layer's "
-    "service of itself is left out where one token serves, since layers that serve are dense. The prompt's positions "
-    "leave out the answer's own, which every draft row reads as its tail and no older token can know."
+    "of the paper's diagnostic); heads reduced by their maximum; mean over layers, decoded tokens and prompts. A "
+    "layer's service of itself is left out where one token serves, since layers that serve are dense. The prompt's "
+    "positions leave out the answer's own, which every draft row reads as its tail and no older token can know."
 )
 
 
