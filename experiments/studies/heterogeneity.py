@@ -44,7 +44,7 @@ class Heterogeneity(Sweep):
     def table(self, rows: pd.DataFrame) -> str:
         shown = [{**described(run), **numbers(row)} for run, row in zip(rows["cell"], rows.to_dict("records"))]
         words = [
-            f"Accepted drafts of rounds that drafted all; means weigh every request alike. Between requests: share of "
+            "Accepted drafts of rounds that drafted all; means weigh every request alike. Between requests: share of "
             f"the variance of all rounds. Change across windows: mean difference of successive means of {self.window} "
             f"rounds of a request. Correlation: of a round with the next, about the request's mean.",
             caption(list(rows["cell"])),
@@ -52,16 +52,15 @@ class Heterogeneity(Sweep):
         return page(self.title, [shown], words)
 
     def figure(self, rows: pd.DataFrame, stem: Path) -> list[Path]:
-        runs = {f"{row.profile}": row.cell for row in rows.itertuples() if row.cell.lines}
+        runs = {str(row.profile): row.cell for row in rows.itertuples() if row.cell.lines}
         return figure(runs, self.window, stem)
 
 
 def numbers(row: dict[str, Any]) -> dict[str, str]:
-    """The columns of `summary`, whole numbers whole, a dash where there is none."""
+    """The columns of `summary`, whole numbers whole; a dash where there is none, and why a cell has none."""
     whole = ("requests", "rounds")
-    return {key: field(row.get(key), 0 if key in whole else 2) for key in SUMMARY} | {
-        "note": field(row.get("note"), None)
-    }
+    shown = {key: field(row.get(key), 0 if key in whole else 2) for key in SUMMARY}
+    return shown | {"note": field(row["note"] if row["status"] != "ok" else None, None)}
 
 
 def described(run: Run) -> dict[str, str]:

@@ -15,6 +15,10 @@ from experiments.tables import Run, caption
 RECALL = "recall.jsonl"
 POSITIONS = {"all": "all positions", "prompt": "the prompt's positions"}
 STYLES = {"all": "-", "prompt": DASHED}
+NAMES = {
+    "age": "same layer, earlier token", "offset": "same token, earlier layer", "source": "same token",
+    "source_old": "a token old", "refresh": "the last one below, same token", "refresh_old": "the nearest, a token old",
+}  # fmt: skip
 
 
 READING = (
@@ -82,9 +86,9 @@ def figure(runs: dict[str, tuple[Run, list[RecallLine]]], stem: Path) -> list[Pa
     for name, (_, lines) in runs.items():
         each = {key: mean(lines, key) for key in POSITIONS}
         panels += [
-            panel(each, ("age", "offset"), "tokens ago (blue); layers below (red)", f"{name}: {len(lines)} prompts"),
-            panel(each, ("source", "source_old"), "layer that serves all: same token (blue); a token old (red)"),
-            panel(each, ("refresh", "refresh_old"), "refresh layers: below, same token (blue); a token old (red)"),
+            panel(each, ("age", "offset"), "tokens ago, or layers below", f"{name}: {len(lines)} prompts"),
+            panel(each, ("source", "source_old"), "layer that serves all others"),
+            panel(each, ("refresh", "refresh_old"), "number of refresh layers"),
         ]
     words = f"{READING} {caption([run for run, _ in runs.values()])}"
     handles = [Line2D([], [], color="black", linestyle=STYLES[key], label=text) for key, text in POSITIONS.items()]
@@ -92,17 +96,18 @@ def figure(runs: dict[str, tuple[Run, list[RecallLine]]], stem: Path) -> list[Pa
 
 
 def panel(each: dict[str, Curves], curves: tuple[str, str], xlabel: str, title: str = "") -> Panel:
-    """Two curves for each set of positions; those with keys stand on an axis of powers of two."""
+    """Two curves, NAMES says of what, for each set of positions; those with keys stand on an axis of powers of two."""
 
     def paint(ax: Axes) -> None:
         for positions, found in each.items():
-            for colour, name in zip(HUES, curves, strict=False):
+            for colour, name in zip(HUES, curves):
                 at, values = points(getattr(found, name))
                 ax.plot(at, values, marker=".", ms=3, linewidth=0.8, linestyle=STYLES[positions], color=colour)
         if isinstance(getattr(each["all"], curves[0]), dict):
             ticks = sorted({at for name in curves for at in getattr(each["all"], name)})
             ax.set_xscale("log", base=2)
             ax.set_xticks(ticks, map(str, ticks))
+        ax.legend(handles=[Line2D([], [], color=c, label=NAMES[name]) for c, name in zip(HUES, curves)], frameon=False)
         ax.set(xlabel=xlabel, ylabel="mass recall", ylim=(0, 1.02))
         ax.set_title(title, loc="left", pad=2)
 
