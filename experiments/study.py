@@ -3,7 +3,8 @@
 python -m experiments.study                                    # lists the studies
 python -m experiments.study draft_length profile=embedded
 python -m experiments.study budget profile=h200 output_dir=runs/budget resume=true protocol.repeats=3
-Profiles: embedded (real weights, a CPU), h200 (real weights, a GPU), shapes (random weights, emulated acceptance, a GPU).
+Profiles: embedded (SmolLM2 on a CPU), h200 (SmolLM2 on a GPU), shapes (random weights, emulated acceptance, a GPU),
+paper (its own models on a large GPU, from the Hub).
 """
 
 from datetime import datetime

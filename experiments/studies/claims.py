@@ -44,11 +44,22 @@ class At(Measure):
         return float(values.iloc[0]) if len(values) == 1 else None
 
 
+class Mean(Measure):
+    """A column of a series, over all its rows."""
+
+    series: str
+    column: str
+
+    def value(self, rows: pd.DataFrame) -> float | None:
+        values = rows.loc[rows["series"] == self.series, self.column].dropna()
+        return float(values.mean()) if len(values) else None
+
+
 class Ratio(Measure):
     """One value by another."""
 
-    top: At
-    bottom: At
+    top: Measure
+    bottom: Measure
 
     def value(self, rows: pd.DataFrame) -> float | None:
         top, bottom = self.top.value(rows), self.bottom.value(rows)
@@ -58,9 +69,9 @@ class Ratio(Measure):
 class Difference(Measure):
     """One value less another, as a share of `per` where that is given."""
 
-    top: At
-    bottom: At
-    per: At | None = None
+    top: Measure
+    bottom: Measure
+    per: Measure | None = None
 
     def value(self, rows: pd.DataFrame) -> float | None:
         top, bottom = self.top.value(rows), self.bottom.value(rows)

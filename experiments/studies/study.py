@@ -21,6 +21,7 @@ from experiments.records import Record, find_records, pick
 from experiments.studies.claims import Measure, Verdict, judge, published
 from experiments.tables import Run
 
+SCORES = {"score": "score", "score low": "low", "score high": "high"}
 PERCENTILES = {f"TPOT ms p{p}": f"p{p}" for p in (50, 95, 99)}
 
 
@@ -73,23 +74,31 @@ class Study(BaseModel, ABC):
             **{key: own[key] for key in ("profile", "part", "series", "x", "place")},
             **tables.row(run, tables.baseline_of(record, part)),
             **{name: None if tpot is None else getattr(tpot, key) for name, key in PERCENTILES.items()},
+            "round ms": round_ms(record),
+            **{name: getattr(record.quality, key, None) for name, key in SCORES.items()},
             "shown evidence": evidence_of(record),
             "cell": run,
         }
 
     def verdicts(self, rows: pd.DataFrame) -> list[Verdict]:
-        """Every claim under every profile that was run; once, as not run, where none was."""
+        """Every claim under every profile whose cells answer it; once, with the reason, where none does."""
         known = published(self.name)
         unknown = {*self.claims} - {*known}
         if unknown:
             raise ValueError(f"results/paper/claims.csv has no claim {min(unknown)!r} of study {self.name}")
+        profiles = list(dict.fromkeys(rows["profile"])) if len(rows) else [self.profiles[0]]
         found = []
         for claim, measure in self.claims.items():
-            ran = list(dict.fromkeys(rows["profile"])) if len(rows) else []
-            for profile in ran or [self.profiles[0]]:
-                own = rows[rows["profile"] == profile] if len(rows) else rows
-                found.append(judge(self.name, known[claim], measure, own, profile))
+            parts = [rows[rows["profile"] == profile] if len(rows) else rows for profile in profiles]
+            each = [judge(self.name, known[claim], measure, *pair) for pair in zip(parts, profiles, strict=True)]
+            found += [verdict for verdict in each if verdict.value is not None] or each[:1]
         return found
+
+
+def round_ms(record: Record) -> float | None:
+    """Milliseconds that a slot's round takes, drafts and verification, whatever was accepted."""
+    seconds, rounds = record.timing.decode_s, record.tokens.rounds
+    return None if seconds is None or not rounds else 1e3 * seconds * record.cell.batch / rounds
 
 
 def same_part(one: Record, other: Record) -> bool:

@@ -14,16 +14,17 @@ from experiments.run import run
 from experiments.studies import draw
 from experiments.studies.claims import as_text
 from experiments.studies.study import PERCENTILES, Study
-from experiments.tables import ACCEPTANCE, DASH, caption
+from experiments.tables import ACCEPTANCE, DASH, Run, caption
 
 COLUMNS: dict[str, int | None] = {
     "part": None, "series": None, "x": None, "decode tok/s": 1, "decode speed-up": 2, "decode speed-up min–max": 2,
-    ACCEPTANCE: 3, "acceptance 95 %": 3, "tokens per round (committed/rounds)": 2,
-    **dict.fromkeys(PERCENTILES, 2), "note": None,
+    ACCEPTANCE: 3, "acceptance 95 %": 3, "tokens per round (committed/rounds)": 2, "round ms": 2,
+    **dict.fromkeys(PERCENTILES, 2), "score": 3, "score 95 %": 3, "note": None,
 }  # fmt: skip
 RANGES = {
     "decode speed-up min–max": ("decode speed-up min", "decode speed-up max"),
     "acceptance 95 %": ("acceptance 95 % low", "acceptance 95 % high"),
+    "score 95 %": ("score low", "score high"),
 }
 
 
@@ -45,7 +46,7 @@ class Series(BaseModel):
 
 
 class Profile(BaseModel):
-    """Where the cells run. set: overrides of all of them; parts: name -> overrides of a comparison's own; xs: its own."""
+    """Where cells run. set: overrides of all; parts: name -> overrides of a comparison; xs: in place of the series'."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -109,11 +110,26 @@ class Sweep(Study):
         return draw.lines(rows, self.axis, self.show, self.title, stem)
 
 
+class Across(Sweep):
+    """Parts side by side: x is the part's name, so that what differs between comparisons is drawn as one line."""
+
+    def row(self, run: Run, part: list[Record]) -> dict[str, Any]:
+        row = super().row(run, part)
+        return row | {"x": number(row["part"]), "part": "all"}
+
+
 class Map(Sweep):
     """Parts by x, the value of the first shown column in each field; below 1 it is marked."""
 
     def figure(self, rows: pd.DataFrame, stem: Path) -> list[Path]:
         return draw.heat(rows, self.axis, self.show[0], self.title, stem)
+
+
+def number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def slug(text: str) -> str:
