@@ -42,7 +42,10 @@ class Heterogeneity(Sweep):
         return {**super().row(run, part), **found}
 
     def table(self, rows: pd.DataFrame) -> str:
-        shown = [{**described(run), **numbers(row)} for run, row in zip(rows["cell"], rows.to_dict("records"))]
+        shown = [
+            {**described(run), **numbers(row), "error": field(run.record.error, None)}
+            for run, row in zip(rows["cell"], rows.to_dict("records"))
+        ]
         words = [
             "Accepted drafts of rounds that drafted all; means weigh every request alike. Between requests: share of "
             f"the variance of all rounds. Change across windows: mean difference of successive means of {self.window} "
@@ -57,10 +60,8 @@ class Heterogeneity(Sweep):
 
 
 def numbers(row: dict[str, Any]) -> dict[str, str]:
-    """The columns of `summary`, whole numbers whole; a dash where there is none, and why a cell has none."""
-    whole = ("requests", "rounds")
-    shown = {key: field(row.get(key), 0 if key in whole else 2) for key in SUMMARY}
-    return shown | {"note": field(row["note"] if row["status"] != "ok" else None, None)}
+    """The columns of `summary`, whole numbers whole, a dash where there is none."""
+    return {key: field(row.get(key), 0 if key in ("requests", "rounds") else 2) for key in SUMMARY}
 
 
 def described(run: Run) -> dict[str, str]:
