@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format reproduce-fig1 study fetch figures report verify-lossless bench-cpu bench-gpu bench-kernels quality check clean
+.PHONY: help setup test lint format reproduce-fig1 study simulate fetch figures report verify-lossless bench-cpu bench-gpu bench-kernels quality check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ study: setup ## Run an experiment of the paper: NAME=draft_length PROFILE=embedd
 
 fetch: setup ## Get the models and data of a profile into the cache; ARGS="model=qwen3_8b benchmark=aime25,math500"
 	@$(PY) -m experiments.fetch profile=$(PROFILE) $(ARGS)
+
+simulate: setup ## Model the H200 cells and the paper's card; ARGS="card=h100_nvl model=qwen3_8b batch=max_fit context=90000"
+	@$(PY) -m experiments.simulate $(ARGS)
 
 figures: setup ## Rebuild tables and figures from the committed records
 	@$(PY) -m experiments.redraw $(ARGS)

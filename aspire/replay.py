@@ -91,6 +91,61 @@ def replay(speculation: Speculation, drafts: Drafts, clock: Clock) -> Replayed:
     return Replayed(ms, total[0], total[1], total[2], drafts.count)
 
 
+@dataclass(frozen=True)
+class Passes:
+    """Passes [T] of a replayed batch: rows that verify, rows that draft, tokens fed, tokens committed, and KV tokens
+    read, averaged over layers, by rows and layers that read everything (dense) and by selections (selected)."""
+
+    verifying: Tensor
+    drafting: Tensor
+    fed: Tensor
+    committed: Tensor
+    dense: Tensor
+    selected: Tensor
+
+
+def replay_batch(
+    speculation: Speculation, drafts: Drafts, selection: TopBlocks, dense_share: float, slots: int, tokens: int
+) -> Passes:
+    """The passes of a batch that is kept full, until `tokens` are committed; who ends makes room for the next request.
+
+    dense_share: of the layers, those that read everything in a draft row. What a pass takes is no question here: a
+    policy decides by its cost model, not by the clock. A lockstep batch must hold requests of one count.
+    """
+    limits = drafts.count.clamp(min=1)
+    at = torch.arange(slots) % len(limits)  # fewer requests than slots: some sit twice
+    state = _seated(speculation, Drafts(drafts.stands[at], limits[at], drafts.prompt[at]))
+    runs, following, done, each = drafts.runs, slots, 0, []
+    while done < tokens:
+        context = state.length + state.drafted
+        read = torch.minimum(selection.budget(context) * selection.block, context)
+        state = replace(state, block_count=read[None], tail_start=context)
+        verify = speculation.decide(state)
+        accepted = torch.minimum(runs[at, state.length - drafts.prompt[at]], state.drafted)
+        taken = int(torch.where(verify, accepted + 1, 0).sum())
+        fed = torch.where(verify, state.drafted + 1, 1)
+        dense = torch.where(verify, context, dense_share * context)
+        selected = torch.where(verify, 0, (1 - dense_share) * read)
+        rows = int(verify.sum())
+        each.append([rows, slots - rows, int(fed.sum()), taken, float(dense.sum()), float(selected.sum())])
+        done += taken
+        state = _committed(speculation, state, verify, torch.ones_like(verify), accepted)
+        for slot in (state.room <= 0).nonzero()[:, 0].tolist():
+            at[slot] = following % len(limits)
+            following += 1
+            state = _reseated(speculation, state, slot, drafts.prompt[at[slot]], limits[at[slot]])
+    return Passes(*torch.tensor(each, dtype=torch.float64).T)
+
+
+def _reseated(speculation: Speculation, state: SlotState, slot: int, prompt: Tensor, room: Tensor) -> SlotState:
+    """The slot as its next request finds it."""
+    values = {"length": prompt, "room": room, "rounds": 0, "drafted": 0}
+    changed = {name: getattr(state, name).clone() for name in values}
+    for name, value in values.items():
+        changed[name][slot] = value
+    return speculation.start(replace(state, **changed), slot)
+
+
 def best_of(each: Sequence[Replayed]) -> Replayed:
     """Of each request the replay that took it the least time."""
     fastest = torch.stack([one.ms for one in each]).argmin(0)

@@ -10,6 +10,7 @@ from experiments.config import script
 from experiments.figures import fig1, read_passes, timeline
 from experiments.gpu_figures import write_gpu_figures
 from experiments.gpu_tables import GPU, write_gpu_tables
+from experiments.modelled import MODELLED, write_modelled
 from experiments.quality import QUALITY, write_quality
 from experiments.records import PASSES, find_records, read_record
 from experiments.studies.pages import STUDIES, redraw_studies
@@ -26,7 +27,7 @@ def redraw(root: Path, out: Path = RESULTS) -> list[Path]:
     """
     folders = find_fig1(root)
     written = [*redraw_fig1(folders, out), *redraw_gpu(root / GPU, out), *redraw_quality(root / QUALITY, out)]
-    written += redraw_studies(root / STUDIES, out)
+    written += [*write_modelled(root / MODELLED, out), *redraw_studies(root / STUDIES, out)]
     if not written:
         raise ValueError(f"no records under {root}; run make reproduce-fig1 first, or name another folder")
     return written
