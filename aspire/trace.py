@@ -31,7 +31,7 @@ def head_max(q: Tensor, keys: Tensor) -> Tensor:
     t, heads, dim = q.shape
     length, kv_heads = keys.shape[:2]
     grouped = q.view(t, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
-    logits = (grouped @ keys.permute(1, 2, 0)[:, None]).float() * dim**-0.5  # [Hkv, group, T, L]
+    logits = grouped.float() @ keys.float().permute(1, 2, 0)[:, None] * dim**-0.5  # [Hkv, group, T, L]
     at = torch.arange(length - t, length, device=q.device)
     hidden = torch.arange(length, device=q.device) > at[:, None]
     return logits.masked_fill_(hidden, float("-inf")).softmax(-1).amax((0, 1))

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 from experiments.metrics import check
-from experiments.records import find_records, read_record
+from experiments.records import find_records, pick, read_record
+from experiments.studies.study import study_of
 
 
 def main(arguments: list[str]) -> int:
@@ -16,7 +17,10 @@ def main(arguments: list[str]) -> int:
     for folder in folders:
         try:
             check(folder)
-            failed += read_record(folder).status == "failed"
+            record = read_record(folder)
+            failed += record.status == "failed"
+            if name := pick(record.config, "study.name"):
+                study_of(name).frame([folder])  # what the study left beside the record can be read
         except ValueError as error:
             bad += 1
             print(error, file=sys.stderr)

@@ -11,7 +11,7 @@ from test_runs import TINY
 from test_shapes import configs as shapes_configs
 
 from aspire.verify import Emulation
-from experiments.check import check
+from experiments.check import main as check_all
 from experiments.config import CONF, register
 from experiments.records import RequestLine, failed_record, find_records, read_record, read_requests, write_record
 from experiments.run import run
@@ -97,7 +97,7 @@ def test_recall_of_a_tiny_model_through_the_command(tmp_path: Path) -> None:
         (record,) = study.measure("embedded", [*words, "protocol.repeats=1", "benchmark.source.requests=3"], tmp_path)
     assert record.error is None
     (folder,) = find_records(tmp_path)
-    check(folder)
+    assert check_all([str(tmp_path)]) == 0
     lines = study.read(folder)
     assert [line.id for line in lines] == [r.id for r in read_requests(folder) if len(r.output_ids) > 16]
     assert lines and {line.tokens for line in lines} == {16}
@@ -118,6 +118,7 @@ def test_recall_of_a_tiny_model_through_the_command(tmp_path: Path) -> None:
     (folder / RECALL).unlink()
     with pytest.raises(ValueError, match="run the study again"):
         study.frame([folder])
+    assert check_all([str(tmp_path)]) == 1
 
 
 def test_layers_that_look_alike_serve_each_other() -> None:
