@@ -32,7 +32,7 @@ def redraw(root: Path, out: Path = RESULTS) -> list[Path]:
 
 
 def find_fig1(root: Path) -> list[Path]:
-    """Cells of figure 1: all but those of GPU runs, quality runs and studies and those that show shapes alone."""
+    """Cells of figure 1: all but those of GPU and quality runs, of studies, and those that show shapes alone."""
     apart = {root / GPU, root / QUALITY, root / STUDIES}
     own = [folder for folder in find_records(root) if not apart & {*folder.parents}]
     return [folder for folder in own if read_record(folder).cell.evidence == "real"]
