@@ -230,6 +230,13 @@ def test_markdown_becomes_text_and_rows_that_can_be_filtered() -> None:
     assert [attrs.get("data-method") for attrs in html.all("tr")] == [None, "aspire", "aspire"]
 
 
+def test_a_table_is_named_by_the_heading_above_it() -> None:
+    table = "| a |\n|--|\n| 1 |\n\n"
+    shown = str(Reader({}, {}).render(f"{table}## Budget\n\nWords.\n\n{table}", "Claims"))
+    assert re.findall(r"<caption.*?>(.*?)<", shown) == ["Claims", "Budget"]
+    assert "<h3>Budget</h3>" in shown
+
+
 def test_a_column_that_never_changes_is_said_once() -> None:
     table = "| method | batch | note | tok/s |\n|--|--|--|--|\n| a | 8 | – | 1.0–2.0 |\n| b | 8 | – | 2.5 |\n"
     shown = str(Reader({}, {}).render(table, "T"))
