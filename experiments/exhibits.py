@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import yaml
+
 from experiments import metrics, tables
+from experiments.config import CONF
 from experiments.gpu_tables import GPU
 from experiments.quality import QUALITY
-from experiments.records import PASSES, Record, find_records, read_record
+from experiments.records import PASSES, Record, find_records, pick, read_record
 from experiments.redraw import PICTURED, STUDIES, find_fig1
 from experiments.tables import MARKS
 
@@ -147,14 +150,24 @@ SOURCES = {
 
 
 def source_of(name: str) -> Source:
-    """What stands behind a name; a study and an unknown name are spelt out from the name itself."""
+    """What stands behind a name; a study has its title in its config, an unknown name is spelt out."""
     if name in SOURCES:
         return SOURCES[name]
-    words = name.removeprefix(STUDY).replace("_", " ")
     if name.startswith(STUDY):
         study = name.removeprefix(STUDY)
-        return Source(f"Study: {words}", f"The study of {words}.", f"make study NAME={study}", below(STUDIES, study))
+        title = study_title(study)
+        return Source(
+            f"Study: {title}", f"{title}: what each variant gave.", f"make study NAME={study}", below(STUDIES, study)
+        )
+    words = name.replace("_", " ")
     return Source(words.capitalize(), f"What was found about {words}.", None, below(name))
+
+
+def study_title(study: str) -> str:
+    """The title in conf/experiment; failing that the name as words."""
+    path = CONF / "experiment" / f"{study}.yaml"
+    config = yaml.safe_load(path.read_text("utf-8")) if path.exists() else {}
+    return str(pick(config, "study.title") or study.replace("_", " ").capitalize())
 
 
 def exhibits(results: Path, records: dict[Path, Shown]) -> list[Exhibit]:

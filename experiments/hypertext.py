@@ -60,7 +60,7 @@ class Reader:
     anchors: Mapping[str, str]
 
     def render(self, text: str, title: str) -> Markup:
-        """HTML of a markdown text; title names a table that no line ending in a colon introduces.
+        """HTML of a markdown text; title names a table that neither a line ending in a colon nor a heading introduces.
 
         A column with one text in all rows is said below the table instead. Raw HTML is shown as text, and a link that
         leads neither to the web nor to an anchor loses its target.
@@ -71,6 +71,8 @@ class Reader:
         while (start := next((at for at, token in enumerate(rest) if token.type == "table_open"), None)) is not None:
             end = next(at for at, token in enumerate(rest) if token.type == "table_close") + 1
             before, words = _caption(rest[:start])
+            headings = [text.content for token, text in zip(before, before[1:]) if token.type == "heading_open"]
+            title = headings[-1] if headings else title
             found += [*before, *self._framed(rest[start:end], words, title)]
             rest = rest[end:]
         found += rest

@@ -158,7 +158,7 @@ def test_order_and_records_of_exhibits(results: Path) -> None:
     found = exhibits(results, show(results / "records"))
     assert [one.name for one in found] == ["fig1", "study_budget", "gpu_shapes", "unforeseen"]
     assert [len(one.records) for one in found] == [2 * len(METHODS), len(METHODS), len(METHODS), 0]
-    assert found[1].source.title == "Study: budget" and found[3].source.title == "Unforeseen"
+    assert found[1].source.title.startswith("Study: Budget") and found[3].source.title == "Unforeseen"
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -228,6 +228,13 @@ def test_markdown_becomes_text_and_rows_that_can_be_filtered() -> None:
     html = Page(shown)
     assert "&lt;0.6&gt;" in shown and "<caption>Real text</caption>" in shown and "<p>Real text" not in shown
     assert [attrs.get("data-method") for attrs in html.all("tr")] == [None, "aspire", "aspire"]
+
+
+def test_a_table_is_named_by_the_heading_above_it() -> None:
+    table = "| a |\n|--|\n| 1 |\n\n"
+    shown = str(Reader({}, {}).render(f"{table}## Budget\n\nWords.\n\n{table}", "Claims"))
+    assert re.findall(r"<caption.*?>(.*?)<", shown) == ["Claims", "Budget"]
+    assert "<h3>Budget</h3>" in shown
 
 
 def test_a_column_that_never_changes_is_said_once() -> None:
