@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format reproduce-fig1 study fetch figures verify-lossless bench-cpu bench-gpu bench-kernels quality check clean
+.PHONY: help setup test lint format reproduce-fig1 study fetch figures report verify-lossless bench-cpu bench-gpu bench-kernels quality check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ fetch: setup ## Get the models and data of a profile into the cache; ARGS="model
 
 figures: setup ## Rebuild tables and figures from the committed records
 	@$(PY) -m experiments.redraw $(ARGS)
+
+report: setup ## Put every figure and table on one page, runs/report.html; ARGS="RESULTS OUT": another folder or file
+	@$(PY) -m experiments.report $(ARGS)
 
 verify-lossless: setup ## Compare the text of every method with autoregressive decoding
 	@$(PY) -m experiments.lossless $(ARGS)

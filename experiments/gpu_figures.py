@@ -150,7 +150,7 @@ def pairs(ax: Axes, panel: pd.DataFrame, label: Callable[[Any], str]) -> None:
         if pd.notna(low):
             ax.vlines(x, low, high, color="black", linewidth=0.6, zorder=4)
         text = f"{value:.2f} / {limit:.2f}" if pd.notna(limit) else f"{value:.2f}"
-        above(ax, x, np.nanmax([value, limit, high]) + 0.025 * top, text)
+        above(ax, x, np.nanmax(np.array([value, limit, high], dtype=float)) + 0.025 * top, text)
     ax.axhline(1.0, color="black", linewidth=0.5, zorder=3)
     ax.set_xticks(range(len(rows)), [label(one) for one in rows])
     ax.tick_params(axis="x", length=0)

@@ -35,6 +35,8 @@ class At(Measure):
     part: str | None = None
 
     def value(self, rows: pd.DataFrame) -> float | None:
+        if self.column not in rows:  # every cell failed that would have it
+            return None
         found = rows[rows["series"] == self.series]
         for key in ("x", "part"):
             wanted = getattr(self, key)

@@ -76,25 +76,33 @@ class Sweep(Study):
             records += run(self.configs(profile, part, words, out), out / part)
         return records
 
-    def configs(self, profile: str, part: str, words: list[str], out: Path) -> list[Config]:
-        """A config a cell of one part."""
-        own = self.where[profile]
-        shared = [f"profile={profile}", f"experiment={self.name}", *own.set, *own.parts[part], *words]
-        # One file of costs serves all cells that differ in speculation alone.
-        shared = [f"calibration.dir={out / 'calibration'}", *shared]
-        configs: list[Config] = []
+    def variants(self, profile: str) -> list[tuple[Series, Any, str, list[str]]]:
+        """(series, x, name of the method, overrides) of each cell of a part; a method as it is keeps its name."""
+        found = []
         for series in self.series:
-            for x, overrides in series.variants(own.xs):
-                config = plain(for_method([*shared, *overrides], series.method))
-                if overrides:
-                    name = f"{series.method}_{slug(series.label)}" + ("" if x is None else f"_{slug(as_text(x))}")
-                    label = series.label if x is None else f"{series.label} {as_text(x)}"
-                    config["method"] |= {"name": name, "label": label}
-                config["study"] = {
-                    "name": self.name, "profile": profile, "part": part, "series": series.label, "x": x,
-                    "place": len(configs),
-                }  # fmt: skip
-                configs.append(config | {"run_id": out.name})
+            for x, overrides in series.variants(self.where[profile].xs):
+                words = [series.method, slug(series.label), *([] if x is None else [slug(as_text(x))])]
+                found.append((series, x, "_".join(words) if overrides else series.method, overrides))
+        return found
+
+    def configs(self, profile: str, part: str, words: list[str], out: Path) -> list[Config]:
+        """A config a cell of one part; Hydra must be initialised."""
+        own = self.where[profile]
+        # One file of costs serves all cells that differ in speculation alone.
+        shared = [f"calibration.dir={out / 'calibration'}", f"profile={profile}", f"experiment={self.name}"]
+        shared += [*own.set, *own.parts[part], *words]
+        configs: list[Config] = []
+        for place, (series, x, name, overrides) in enumerate(self.variants(profile)):
+            config = plain(for_method([*shared, *overrides], series.method))
+            if overrides:
+                config["method"] |= {
+                    "name": name,
+                    "label": " ".join([series.label, *([] if x is None else [as_text(x)])]),
+                }
+            config["study"] = {
+                "name": self.name, "profile": profile, "part": part, "series": series.label, "x": x, "place": place,
+            }  # fmt: skip
+            configs.append(config | {"run_id": out.name})
         return configs
 
     def table(self, rows: pd.DataFrame) -> str:
