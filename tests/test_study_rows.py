@@ -9,9 +9,10 @@ from hydra import initialize_config_dir
 
 from experiments.config import CONF, check_overrides, for_method, plain, register
 from experiments.records import find_records, write_record
+from experiments.studies.pages import redraw_studies
 from experiments.studies.study import study_of
 from experiments.studies.sweep import Sweep
-from tests.fake_records import requests, timed
+from tests.fake_records import METHODS, requests, timed, write_comparison
 
 OWN = ("study", "run_id", "output_dir", "calibration")  # what a cell alone has not, or has otherwise
 
@@ -89,3 +90,24 @@ def test_a_row_that_the_config_no_longer_has_names_no_command() -> None:
     assert sweep("batch").command(own)
     for change in ({"series": "gone"}, {"part": "5"}, {"profile": "paper"}, {"x": 3}):
         assert sweep("batch").command(own | change) is None
+
+
+def test_records_of_figure_1_serve_the_main_table_until_it_has_its_own(tmp_path: Path) -> None:
+    """They keep a part's name of their own, since they were not run by the study's command."""
+    study, root = sweep("speedups"), tmp_path / "records" / "studies"
+    write_comparison(root.parent / "fig1-embedded", ["pystdlib"])
+    rows = study.frame(study.folders(root))
+    assert {*rows["part"]} == {"pystdlib, of figure 1"} and {*rows["method"]} == {*METHODS}
+    speed = rows.set_index("series")["decode speed-up"]
+    wanted = [speed["ASPIRE"] / speed["Vegas"], speed["ASPIRE"]]
+    assert [verdict.value for verdict in study.verdicts(rows)] == pytest.approx(wanted)
+    assert "experiments.run" not in study.table(rows)
+    page = redraw_studies(root, tmp_path)[-1].read_text("utf-8")
+    assert "[records](records/fig1-embedded)" in page
+    write_record(root / "speedups" / "embedded" / "own", *_own(study))
+    assert [*study.frame(study.folders(root))["part"]] == ["arithmetic"]
+
+
+def _own(study: Sweep) -> tuple[Any, Any]:
+    own = {"name": study.name, "profile": "embedded", "part": "arithmetic", "series": "ASPIRE", "x": None, "place": 7}
+    return timed(requests(0.7, 4), [1.0], config={"study": own}), requests(0.7, 4)

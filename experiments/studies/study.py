@@ -56,7 +56,7 @@ class Study(BaseModel, ABC):
 
     def frame(self, folders: Iterable[Path]) -> pd.DataFrame:
         """A row a cell, by profile, part, series and x, every number unrounded."""
-        runs = tables.load(folders)
+        runs = [self.placed(run) for run in tables.load(folders)]
         records = [run.record for run in runs]
         rows = [self.row(run, [r for r in records if same_part(r, run.record)]) for run in runs]
         table = pd.DataFrame(rows)
@@ -64,6 +64,14 @@ class Study(BaseModel, ABC):
             return table
         keys = ["profile", "part"]  # within a part in the order in which the cells were asked for
         return table.sort_values([*keys, "place"], kind="stable", ignore_index=True, key=in_order)
+
+    def folders(self, root: Path) -> list[Path]:
+        """Its cells below a folder that holds the records of all studies."""
+        return find_records(root / self.name)
+
+    def placed(self, run: Run) -> Run:
+        """The run with its place in the study, where its record does not say it."""
+        return run
 
     def row(self, run: Run, part: list[Record]) -> dict[str, Any]:
         """One cell beside the plain decoding of its part."""
@@ -132,8 +140,3 @@ def study_of(name: str) -> Study:
     study = instantiate({"name": name, **node}, _convert_="all")
     assert isinstance(study, Study)
     return study
-
-
-def folders_of(root: Path, name: str) -> list[Path]:
-    """Cells of a study below a folder."""
-    return find_records(root / name)

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from experiments.config import for_method, plain
 from experiments.loading import Config
-from experiments.records import Record
+from experiments.records import Record, find_records
 from experiments.run import run
 from experiments.studies import draw
 from experiments.studies.claims import as_text
@@ -151,6 +152,30 @@ class Across(Sweep):
             return row | {"x": float(row["part"]), "part": "all"}
         x = float(batch) if batch else None  # 0 is a batch that was never settled
         return row | {"x": x, "part": "all", "note": row["note"] or "as many slots as fit"}
+
+
+class Main(Sweep):
+    """Every method on every workload. Until it has records of its own under `profile`, those of figure 1 serve.
+
+    figure1: their folder, beside that of the studies.
+    """
+
+    figure1: str
+    profile: str
+
+    def folders(self, root: Path) -> list[Path]:
+        own = super().folders(root)
+        return own if (root / self.name / self.profile).is_dir() else [*own, *find_records(root.parent / self.figure1)]
+
+    def placed(self, run: Run) -> Run:
+        config = run.record.config
+        if config.get("study"):
+            return run
+        labels = {series.method: series.label for series in self.series}
+        place = [*labels].index(run.record.cell.method)
+        part, series = f"{run.record.cell.benchmark}, of figure 1", labels[run.record.cell.method]
+        own = {"profile": self.profile, "part": part, "series": series, "x": None, "place": place}
+        return replace(run, record=run.record.model_copy(update={"config": {**config, "study": own}}))
 
 
 class Map(Sweep):
