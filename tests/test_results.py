@@ -9,6 +9,7 @@ from experiments.metrics import check
 from experiments.quality import QUALITY
 from experiments.records import find_records, read_record
 from experiments.redraw import find_fig1, redraw, redraw_quality
+from experiments.studies.pages import STUDIES, redraw_studies
 from experiments.tables import write_tables
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -30,8 +31,11 @@ def test_committed_tables_are_rebuilt_byte_for_byte(tmp_path: Path) -> None:
         *write_gpu_tables(RESULTS / "records" / GPU, tmp_path / "tables"),
         *redraw_quality(RESULTS / "records" / QUALITY, tmp_path),
     ]
+    studies = redraw_studies(RESULTS / "records" / STUDIES, tmp_path)
+    written += [path for path in studies if path.parent.name == "tables"]
     for path in written:
         assert path.read_bytes() == (RESULTS / "tables" / path.name).read_bytes(), path.name
+    assert (tmp_path / "README.md").read_bytes() == (RESULTS / "README.md").read_bytes()
     assert {path.name for path in (RESULTS / "tables").iterdir()} == {path.name for path in written}
 
 

@@ -5,9 +5,9 @@ from experiments.studies.heterogeneity import Heterogeneity
 from experiments.studies.oracle import OracleGap
 from experiments.studies.recall import MassRecall
 from experiments.studies.study import Study
-from experiments.studies.sweep import Across, Map, Sweep
+from experiments.studies.sweep import Across, Main, Map, Sweep
 
 __all__ = [
-    "Across", "At", "Difference", "Heterogeneity", "Map", "MassRecall", "Mean", "OracleGap", "Ratio", "Spread", "Study",
-    "Sweep", "Untestable",
+    "Across", "At", "Difference", "Heterogeneity", "Main", "Map", "MassRecall", "Mean", "OracleGap", "Ratio", "Spread",
+    "Study", "Sweep", "Untestable",
 ]  # fmt: skip

@@ -1,11 +1,12 @@
 """Where does the reader find what became of every claim? A table and a figure a study, and results/README.md."""
 
+import os
 from pathlib import Path
 
 import pandas as pd
 
 from experiments.studies.claims import Verdict, as_text
-from experiments.studies.study import Study, folders_of, names, study_of
+from experiments.studies.study import Study, names, study_of
 from experiments.tables import DASH
 
 STUDIES = "studies"  # below results/records
@@ -32,11 +33,13 @@ def redraw_studies(root: Path, out: Path) -> list[Path]:
     """Tables and figures of all studies that have records below `root`, and results/README.md with all claims."""
     written, sections = [], [HEAD]
     for study in map(study_of, names()):
-        rows = study.frame(folders_of(root, study.name))
+        folders = study.folders(root)
+        rows = study.frame(folders)
         pages = write_study(study, rows, out / "tables", out / "figures")
         written += pages
         verdicts = study.verdicts(rows)
         links = [f"[{path.name}]({path.relative_to(out)})" for path in pages if path.suffix in (".md", ".png")]
+        links += records_link(folders, root)
         words = [f"## {study.title}", f"Study `{study.name}`. {' '.join(links) or 'Not run yet.'}"]
         sections.append("\n\n".join([*words, *([verdict_table(verdicts)] if verdicts else [])]) + "\n")
     if not written:
@@ -44,6 +47,11 @@ def redraw_studies(root: Path, out: Path) -> list[Path]:
     page = out / "README.md"
     page.write_text("\n".join(sections), encoding="utf-8")
     return [*written, page]
+
+
+def records_link(folders: list[Path], root: Path) -> list[str]:
+    """To the folder that holds all cells of a study, where results/README.md finds it once they are published."""
+    return [f"[records](records/{Path(os.path.commonpath(folders)).relative_to(root.parent)})"] if folders else []
 
 
 def verdict_table(verdicts: list[Verdict]) -> str:

@@ -56,14 +56,22 @@ class Study(BaseModel, ABC):
 
     def frame(self, folders: Iterable[Path]) -> pd.DataFrame:
         """A row a cell, by profile, part, series and x, every number unrounded."""
-        runs = tables.load(folders)
+        runs = [self.placed(run) for run in tables.load(folders)]
         records = [run.record for run in runs]
         rows = [self.row(run, [r for r in records if same_part(r, run.record)]) for run in runs]
         table = pd.DataFrame(rows)
         if table.empty:
             return table
         keys = ["profile", "part"]  # within a part in the order in which the cells were asked for
-        return table.sort_values([*keys, "place"], kind="stable").reset_index(drop=True)
+        return table.sort_values([*keys, "place"], kind="stable", ignore_index=True, key=in_order)
+
+    def folders(self, root: Path) -> list[Path]:
+        """Its cells below a folder that holds the records of all studies."""
+        return find_records(root / self.name)
+
+    def placed(self, run: Run) -> Run:
+        """The run with its place in the study, where its record does not say it."""
+        return run
 
     def row(self, run: Run, part: list[Record]) -> dict[str, Any]:
         """One cell beside the plain decoding of its part."""
@@ -93,6 +101,11 @@ class Study(BaseModel, ABC):
             each = [judge(self.name, known[claim], measure, *pair) for pair in zip(parts, profiles, strict=True)]
             found += [verdict for verdict in each if verdict.value is not None] or each[:1]
         return found
+
+
+def in_order(column: pd.Series) -> pd.Series:
+    """A key for sorting in which 4k comes before 17k."""
+    return column if column.name == "place" else column.str.replace(r"\d+", lambda n: n[0].zfill(9), regex=True)
 
 
 def round_ms(record: Record) -> float | None:
@@ -127,8 +140,3 @@ def study_of(name: str) -> Study:
     study = instantiate({"name": name, **node}, _convert_="all")
     assert isinstance(study, Study)
     return study
-
-
-def folders_of(root: Path, name: str) -> list[Path]:
-    """Cells of a study below a folder."""
-    return find_records(root / name)

@@ -1,6 +1,9 @@
 """How is a setting swept? Variants of methods, one after another in a comparison, beside plain decoding."""
 
 import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from experiments.config import for_method, plain
 from experiments.loading import Config
-from experiments.records import Record
+from experiments.records import Record, find_records
 from experiments.run import run
 from experiments.studies import draw
 from experiments.studies.claims import as_text
@@ -111,19 +114,68 @@ class Sweep(Study):
             blocks += [
                 f"## {profile}", shown[told].to_markdown(index=False, disable_numparse=True),
                 f"{caption(list(own['cell']))} {DASH}: does not apply, or the note says why.",
+                *self.commands([run.record for run in own["cell"]]),
             ]  # fmt: skip
         return "\n\n".join([*blocks, *([self.words] if self.words else [])]) + "\n"
+
+    def commands(self, records: list[Record]) -> list[str]:
+        """What runs each row's cell alone, in the order of the rows; nothing for rows that the config no longer has."""
+        lines = [command for record in records if (command := self.command(record.config["study"]))]
+        return ["Row by row, each cell alone:", "\n".join(["```bash", *lines, "```"])] if lines else []
+
+    def command(self, own: dict[str, Any]) -> str | None:
+        """own: the `study` of a record's config."""
+        series = next((one for one in self.series if one.label == own["series"]), None)
+        where = self.where.get(own["profile"])
+        if series is None or where is None or own["part"] not in where.parts:
+            return None
+        if bool(series.xs) != (own["x"] is not None):
+            return None
+        ((_, overrides),) = series.variants(None if own["x"] is None else (own["x"],))
+        words = [f"profile={own['profile']}", f"experiment={self.name}", *where.set, *where.parts[own["part"]]]
+        return shlex.join(["python", "-m", "experiments.run", *words, f"method={series.method}", *overrides])
 
     def figure(self, rows: pd.DataFrame, stem: Path) -> list[Path]:
         return draw.lines(rows, self.axis, self.show, self.title, stem)
 
 
 class Across(Sweep):
-    """Parts side by side: x is the part's name, so that what differs between comparisons is drawn as one line."""
+    """A part a batch, drawn as one line over the batch; a part that is no number has as many slots as fit."""
+
+    def frame(self, folders: Iterable[Path]) -> pd.DataFrame:
+        rows = super().frame(folders)
+        return rows if rows.empty else rows.sort_values(["profile", "x", "place"], kind="stable", ignore_index=True)
 
     def row(self, run: Run, part: list[Record]) -> dict[str, Any]:
-        row = super().row(run, part)
-        return row | {"x": number(row["part"]), "part": "all"}
+        row, batch = super().row(run, part), run.record.cell.batch
+        if row["part"].isdigit():
+            return row | {"x": float(row["part"]), "part": "all"}
+        x = float(batch) if batch else None  # 0 is a batch that was never settled
+        return row | {"x": x, "part": "all", "note": row["note"] or "as many slots as fit"}
+
+
+class Main(Sweep):
+    """Every method on every workload. Until it has records of its own under `profile`, those of figure 1 serve.
+
+    figure1: their folder, beside that of the studies.
+    """
+
+    figure1: str
+    profile: str
+
+    def folders(self, root: Path) -> list[Path]:
+        own = super().folders(root)
+        return own if (root / self.name / self.profile).is_dir() else [*own, *find_records(root.parent / self.figure1)]
+
+    def placed(self, run: Run) -> Run:
+        config = run.record.config
+        if config.get("study"):
+            return run
+        labels = {series.method: series.label for series in self.series}
+        place = [*labels].index(run.record.cell.method)
+        part, series = f"{run.record.cell.benchmark}, of figure 1", labels[run.record.cell.method]
+        own = {"profile": self.profile, "part": part, "series": series, "x": None, "place": place}
+        return replace(run, record=run.record.model_copy(update={"config": {**config, "study": own}}))
 
 
 class Map(Sweep):
@@ -131,13 +183,6 @@ class Map(Sweep):
 
     def figure(self, rows: pd.DataFrame, stem: Path) -> list[Path]:
         return draw.heat(rows, self.axis, self.show[0], self.title, stem)
-
-
-def number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def slug(text: str) -> str:
