@@ -183,6 +183,8 @@ def speedup(record: Record, baseline: Record | None, metric: str = "decode_tok_s
     for one in (record, baseline):
         if one.status != "ok":
             return None, f"{one.cell.method} {one.status}" + (f": {one.error}" if one.error else "")
+        if one.timing.resumed:
+            return None, f"{one.cell.method} was resumed: {one.timing.resumed}"
     mine, theirs = compared(record), compared(baseline)
     for name in SAME:
         if name in KNOWN and (mine[name] is None or theirs[name] is None):

@@ -25,6 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 SCHEMA: Literal[1] = 1
 RECORD, REQUESTS, PASSES, CLAIM = "record.json", "requests.jsonl", "passes.jsonl", "claim"
+JOURNAL = "journal.jsonl"  # of a cell that has not ended: experiments/journal.py
 
 
 def _finite(value: Any) -> Any:
@@ -136,7 +137,11 @@ class Repeats(Section):
 
 
 class Timing(Section):
-    """draft, verify and mixed pass ms: the mean pass of only draft rows, only verify rows, more than one kind."""
+    """draft, verify and mixed pass ms: the mean pass of only draft rows, only verify rows, more than one kind.
+
+    resumed: which part ran in an earlier process, in words; such times enter no speed-up. Null for one process.
+    Passes, and `passes.jsonl`, are then those of the last process alone, and their number is null.
+    """
 
     prefill_s: Number = None
     decode_s: Number = None
@@ -146,6 +151,7 @@ class Timing(Section):
     mixed_pass_ms: Number = None
     host_gap: Number = None
     repeats: Repeats | None = None
+    resumed: str | None = None
 
 
 class TpotMs(Section):
@@ -301,12 +307,13 @@ def write_record(folder: Path | str, record: Record, lines: Iterable[RequestLine
     folder.mkdir(parents=True, exist_ok=True)
     # A record beside the lines of another run would pass for finished if we died between the two files.
     (folder / RECORD).unlink(missing_ok=True)
-    _write(folder / REQUESTS, "".join(line.model_dump_json() + "\n" for line in lines))
-    _write(folder / RECORD, record.model_dump_json(indent=2) + "\n")
+    write_whole(folder / REQUESTS, "".join(line.model_dump_json() + "\n" for line in lines))
+    write_whole(folder / RECORD, record.model_dump_json(indent=2) + "\n")
     return folder / RECORD
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file at once, or leave it as it was."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -382,4 +389,6 @@ def claim_dir(path: Path | str, resume: bool = False, overwrite: bool = False) -
         for folder in find_records(path):
             for name in (RECORD, REQUESTS, PASSES):
                 (folder / name).unlink(missing_ok=True)
+        for journal in list(path.rglob(JOURNAL)):
+            journal.unlink()
     return path

@@ -1,14 +1,14 @@
 """How did the whole run go? One table, then the last line: how many cells are ok, how many failed, and where."""
 
+import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
 from experiments.records import Record, find_records, read_record
+from experiments.sweep import INDEX, OK, refresh, state
 
 
 def print_table(records: list[Record]) -> None:
@@ -32,17 +32,20 @@ def conclude(root: Path) -> int:
     failed = [(folder, r) for folder, r in zip(folders, records, strict=True) if r.status == "failed"]
     for folder, record in failed:
         print(f"failed: {folder}: {record.error}")
-    print(f"ok {len(records) - len(failed)} / failed {len(failed)}: {root}")
-    return len(failed)
+    lost = [job for job in jobs_without_records(root) if job["status"] != OK]
+    for job in lost:
+        print(f"{job['status']}: {root / str(job['job'])}: {job['error']}")
+    print(f"ok {len(records) - len(failed)} / failed {len(failed) + len(lost)}: {root}")
+    return len(failed) + len(lost)
 
 
-class Summary(Callback):
-    """Hydra callback: concludes a run or a sweep, whatever launcher ran its jobs, from the records on disk."""
-
-    failed: ClassVar[int] = 0
-
-    def on_run_end(self, config: DictConfig, **_: Any) -> None:
-        Summary.failed += conclude(Path(config.hydra.run.dir))
-
-    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        Summary.failed += conclude(Path(config.hydra.sweep.dir))
+def jobs_without_records(root: Path) -> list[dict[str, Any]]:
+    """The jobs of a sweep in which no cell is marked as failed; its index is brought up to date. None of a single run."""
+    if not (root / INDEX).exists():
+        return []
+    try:
+        jobs = refresh(root, ended=True)
+    except OSError as error:
+        print(f"cannot write the index: {error}")
+        jobs = [state(root, job, ended=True) for job in json.loads((root / INDEX).read_text())["jobs"]]
+    return [job for job in jobs if all(cell["status"] != "failed" for cell in job["cells"])]
