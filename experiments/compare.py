@@ -144,9 +144,8 @@ def take_up(entry: Entry, out: Path, requests: int, skipped: list[str]) -> None:
         entry.journal = journal.begin(out / cell_id(entry.cell), entry.config)
         entry.finished = journal.read_finished(entry.journal.parent)
     if entry.finished:
-        entry.resumed = (
-            f"{len(entry.finished)} of {requests * entry.config['protocol']['repeats']} requests ran earlier"
-        )
+        asked = requests * entry.config["protocol"]["repeats"]
+        entry.resumed = f"{len(entry.finished)} of {asked} requests ran in an earlier process"
 
 
 def restored(one: Finished, session: Session) -> Request:

@@ -65,6 +65,7 @@ def job(config: DictConfig) -> None:
     status, error = sweep.FAILED, None
     try:
         sweep.mark(out, sweep.RUNNING)
+        sweep.refresh(root)
         records = run(configs_of(config, overrides, root.name), out)  # the cells of a sweep are one run
         status = sweep.FAILED if any(r.status == "failed" for r in records) else sweep.OK
     except TimeLimit as late:

@@ -59,7 +59,7 @@ def read_finished(folder: Path) -> list[Finished]:
             found.append(Finished.model_validate_json(line))
         except ValidationError as error:
             raise ValueError(
-                f"{folder / JOURNAL}:{number} is not a finished request; delete the journal to run the cell anew: {error}"
+                f"{folder / JOURNAL}:{number} is not a finished request; delete the file to start anew: {error}"
             ) from error
     return found
 

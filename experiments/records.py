@@ -25,6 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 SCHEMA: Literal[1] = 1
 RECORD, REQUESTS, PASSES, CLAIM = "record.json", "requests.jsonl", "passes.jsonl", "claim"
+STATUS = "job.json"  # of a sweep's job: experiments/sweep.py
 JOURNAL = "journal.jsonl"  # of a cell that has not ended: experiments/journal.py
 
 
@@ -362,7 +363,7 @@ def claim_dir(path: Path | str, resume: bool = False, overwrite: bool = False) -
     """Take an output folder for this process, or refuse; of several that ask at once exactly one gets it.
 
     resume keeps what is there; overwrite deletes the records below it, so that old cells cannot mix with new ones.
-    What Hydra itself puts into a fresh output folder (.hydra, *.log) does not count as results.
+    What Hydra and a sweep put into a fresh output folder (.hydra, *.log, job.json) does not count as results.
     Raises ValueError when the folder has results or an owner, or when both flags are set.
     """
     path = Path(path)
@@ -371,7 +372,7 @@ def claim_dir(path: Path | str, resume: bool = False, overwrite: bool = False) -
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file; choose another output folder")
     path.mkdir(parents=True, exist_ok=True)
-    taken = any(entry.name != ".hydra" and entry.suffix != ".log" for entry in path.iterdir())
+    taken = any(entry.name not in (".hydra", STATUS) and entry.suffix != ".log" for entry in path.iterdir())
     try:
         # The marker decides, not the emptiness seen above: creation with O_EXCL is atomic, a listing is not.
         handle = None if taken else os.open(path / CLAIM, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)

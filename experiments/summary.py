@@ -40,7 +40,7 @@ def conclude(root: Path) -> int:
 
 
 def jobs_without_records(root: Path) -> list[dict[str, Any]]:
-    """The jobs of a sweep in which no cell is marked as failed; its index is brought up to date. None of a single run."""
+    """The jobs of a sweep in which no cell is marked as failed, its index brought up to date; of a single run none."""
     if not (root / INDEX).exists():
         return []
     try:

@@ -18,9 +18,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 
 from experiments.config import first_choices
-from experiments.records import claim_dir, find_records, read_record, write_whole
+from experiments.records import STATUS, claim_dir, find_records, read_record, write_whole
 
-STATUS, INDEX, PAGE = "job.json", "index.json", "index.md"
+INDEX, PAGE = "index.json", "index.md"
 PENDING, RUNNING, OK, FAILED, TIMEOUT, UNFINISHED = "pending", "running", "ok", "failed", "timeout", "unfinished"
 PATHS = ("path", "model.path", "model.tokenizer", "benchmark.source.path")
 FREE = ("resume", "overwrite", "output_dir", "tracking")  # words in which a resumption may differ
