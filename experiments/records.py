@@ -23,6 +23,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from experiments.hold import hold
+
 SCHEMA: Literal[1] = 1
 RECORD, REQUESTS, PASSES, CLAIM = "record.json", "requests.jsonl", "passes.jsonl", "claim"
 STATUS = "job.json"  # of a sweep's job: experiments/sweep.py
@@ -386,6 +388,8 @@ def claim_dir(path: Path | str, resume: bool = False, overwrite: bool = False) -
     if handle is not None:
         with os.fdopen(handle, "w") as file:
             file.write(f"{socket.gethostname()} {os.getpid()}\n")
+    if (path / CLAIM).exists():
+        hold(path / CLAIM)
     if overwrite:
         for folder in find_records(path):
             for name in (RECORD, REQUESTS, PASSES):

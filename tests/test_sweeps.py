@@ -1,5 +1,6 @@
 """Does a sweep survive kills, failing jobs, full disks and simultaneous starts, and say how far it is?"""
 
+import gc
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from test_runs import ROOT, TINY, configs
 
 from experiments.check import main as check_records
 from experiments.metrics import speedup
-from experiments.records import JOURNAL, find_records, read_record, read_requests
+from experiments.records import JOURNAL, claim_dir, find_records, read_record, read_requests
 
 QUALITY = [
     *[word for word in TINY if not any(key in word for key in ("requests=", "batch=", "repeats="))],
@@ -68,7 +69,7 @@ def kill_when(words: list[str], journal_of: Path, finished: int) -> list[dict]:
 def test_a_killed_sweep_goes_on_at_the_request_it_was_at(tmp_path: Path) -> None:
     """G07, issue 5: kill -9 in item 7 of 20 of job 3 of 6; no job and no request runs twice, metrics are over all."""
     root = tmp_path / "sweep"
-    words = ["-m", *QUALITY, "method=autoregressive,vegas", "seed=1,2,3", "benchmark.max_new_tokens=60"]
+    words = ["-m", *QUALITY, "method=autoregressive,vegas", "seed=1,2,3", "benchmark.max_new_tokens=12"]
     words += [f"output_dir={root}", f"calibration.dir={tmp_path}"]
     before = kill_when(words, root / "2", 6)
     assert 6 <= len(before) < 20
@@ -77,8 +78,8 @@ def test_a_killed_sweep_goes_on_at_the_request_it_was_at(tmp_path: Path) -> None
     torn = next((root / "2").rglob(JOURNAL))
     torn.write_bytes(torn.read_bytes() + b'{"repeat":0,"decode_s":0.1,"req')
 
-    refused = cli(*[w.replace("max_new_tokens=60", "max_new_tokens=50") for w in words], "resume=true")
-    assert refused.returncode == 2 and "max_new_tokens=60, now it has benchmark.max_new_tokens=50" in refused.stderr
+    refused = cli(*[w.replace("max_new_tokens=12", "max_new_tokens=11") for w in words], "resume=true")
+    assert refused.returncode == 2 and "max_new_tokens=12, now it has benchmark.max_new_tokens=11" in refused.stderr
 
     again = cli(*words, "resume=true")
     assert again.returncode == 0, again.stdout + again.stderr
@@ -104,7 +105,11 @@ def test_resumed_requests_give_the_texts_of_an_unbroken_run(tmp_path: Path, monk
     from experiments import journal
     from experiments.job import run
 
-    words = [w for w in QUALITY if w != "batch=1"] + ["batch=2", "benchmark.source.requests=5"]
+    words = [w for w in QUALITY if w != "batch=1"] + [
+        "batch=2",
+        "benchmark.source.requests=4",
+        "benchmark.max_new_tokens=12",
+    ]
     (one,) = run(configs(tmp_path, ["vegas"], *words), tmp_path / "one")
     healthy, count = journal.append, iter(range(100))
 
@@ -117,10 +122,10 @@ def test_resumed_requests_give_the_texts_of_an_unbroken_run(tmp_path: Path, monk
     (failed,) = run(configs(tmp_path, ["vegas"], *words), tmp_path / "two")
     assert failed.status == "failed" and "No space left" in str(failed.error)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="benchmark.max_new_tokens: 24 there, 30 asked"):
+    with pytest.raises(ValueError, match="benchmark.max_new_tokens: 12 there, 30 asked"):
         run(configs(tmp_path, ["vegas"], *words, "resume=true", "benchmark.max_new_tokens=30"), tmp_path / "two")
     (two,) = run(configs(tmp_path, ["vegas"], *words, "resume=true"), tmp_path / "two")
-    assert (two.status, two.timing.resumed) == ("ok", "3 of 5 requests ran in an earlier process")
+    assert (two.status, two.timing.resumed) == ("ok", "3 of 8 requests ran in an earlier process")
     assert two.timing.passes is None and one.timing.resumed is None
     assert read_requests(tmp_path / "one" / one.cell_id) == read_requests(tmp_path / "two" / two.cell_id)
 
@@ -137,3 +142,149 @@ def test_a_resumed_comparison_runs_only_what_is_missing(tmp_path: Path) -> None:
     assert again.timing.resumed == "autoregressive ran in an earlier process"
     assert speedup(again, base) == (None, "vegas was resumed: autoregressive ran in an earlier process")
     assert speedup(second, first)[0] is not None
+
+
+SMALL = [*TINY, "protocol.repeats=1", "protocol.window_tokens=12", "method=autoregressive"]
+
+
+def test_a_dry_run_lists_the_jobs_and_makes_nothing(tmp_path: Path) -> None:
+    """E07: count, values and folder; a comma in a value is quoted, a list is a value of its own."""
+    (tmp_path / "a,b.jsonl").write_text("{}\n")
+    words = ["-m", "batch=1,2", "method=vegas", "benchmark=math500", "source=local", "dry_run=true"]
+    words += [f"path='{tmp_path}/a,b.jsonl'", "comparison.methods=[autoregressive,vegas],[vegas]"]
+    done = cli(*words, f"output_dir={tmp_path}/out")
+    assert done.returncode == 0 and not (tmp_path / "out").exists(), done.stderr
+    head, *jobs = done.stdout.strip().splitlines()
+    assert head.startswith(f"4 jobs in {tmp_path}/out, launcher hydra._internal.core_plugins.basic_launcher")
+    assert [job.split(":")[0] for job in jobs] == ["0", "1", "2", "3"]
+    assert "comparison.methods=[autoregressive,vegas]" in jobs[0] and "batch=2" in jobs[3]
+    assert all("a,b.jsonl" in job for job in jobs)
+
+
+def test_a_missing_path_stops_the_sweep_before_its_first_job(tmp_path: Path) -> None:
+    """E07: named with its job, in a few seconds and one line."""
+    begun = time.perf_counter()
+    done = cli(
+        "-m", "batch=1,2", "benchmark=math500", "source=local", "path=/nowhere/x.jsonl", f"output_dir={tmp_path}/o"
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: job 0: path=/nowhere/x.jsonl does not exist")
+    assert not (tmp_path / "o").exists() and time.perf_counter() - begun < 60  # mostly imports, on a busy machine
+
+
+def test_resume_needs_a_folder_and_a_taken_folder_needs_resume(tmp_path: Path) -> None:
+    done = cli("-m", *SMALL, "resume=true")
+    assert done.returncode == 2 and "name it: output_dir=FOLDER" in done.stderr
+    (tmp_path / "0").mkdir()
+    done = cli("-m", *SMALL, f"output_dir={tmp_path}")
+    assert done.returncode == 2 and "resume=true to continue it" in done.stderr
+
+
+@pytest.mark.parametrize("folder", ["/proc/nowhere", "/dev/null/out"])
+def test_an_unwritable_folder_is_one_line(folder: str) -> None:
+    """Before any work, for a run and for a sweep."""
+    for mode in ([], ["-m"]):
+        done = cli(*mode, *SMALL, f"output_dir={folder}")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert done.stderr.startswith(f"error: cannot write to {folder}: ")
+
+
+@pytest.mark.slow
+def test_eight_simultaneous_starts_get_eight_folders(tmp_path: Path) -> None:
+    """E04: the same command at once; and of eight that want the same folder, one gets it."""
+    here = [command(*SMALL)] * 8
+    fixed = [command("-m", *SMALL, f"output_dir={tmp_path}/fixed")] * 8
+    for commands, good in ((here, 8), (fixed, 1)):
+        children = [
+            subprocess.Popen(c, cwd=tmp_path, env=surroundings(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            for c in commands
+        ]
+        ends = [(child.communicate()[1].decode(), child.returncode) for child in children]
+        assert [code for _, code in ends].count(0) == good, ends
+        assert all("choose another folder" in said for said, code in ends if code)
+    assert len({folder.parent for folder in find_records(tmp_path / "runs")}) == 8
+    assert len(find_records(tmp_path / "fixed")) == 1
+
+
+@pytest.mark.slow
+def test_one_failing_job_among_six(tmp_path: Path) -> None:
+    """E01, G13: the others run, the index and the last line say which failed and why, the exit code is not 0."""
+    words = [word for word in SMALL if "method=" not in word and "budget=" not in word]
+    odd = "method.speculation.longest=2,3,4,5,6,-1"
+    done = cli("-m", *words, "budget=embedded", "method=vegas", odd, f"output_dir={tmp_path}/s")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.strip().splitlines()[-1] == f"ok 5 / failed 1: {tmp_path}/s"
+    jobs = index_of(tmp_path / "s")
+    assert [job["status"] for job in jobs] == ["ok"] * 5 + ["failed"]
+    assert "draft length" in jobs[5]["cells"][0]["error"] and odd.split("=")[0] + "=-1" in jobs[5]["overrides"]
+    assert all((tmp_path / "s" / cell["record"] / "record.json").exists() for job in jobs for cell in job["cells"])
+    page = (tmp_path / "s" / "index.md").read_text()
+    assert page.count("| ok |") == 5 and page.count("| failed |") == 1
+
+
+FULL = """
+import sys
+from experiments import records, run
+whole = records.write_whole
+def write_whole(path, text):
+    if path.name in ("record.json", "requests.jsonl") and "/1/" in str(path):
+        raise OSError(28, "No space left on device", str(path))
+    whole(path, text)
+records.write_whole = write_whole
+sys.argv[0] = "run.py"
+run.main()
+"""
+
+
+def test_a_disk_that_fills_up_keeps_what_was_finished(tmp_path: Path) -> None:
+    """The job that could not write says so in one line; those before and after it stay, the exit code is not 0."""
+    words = ["-m", *SMALL, "seed=1,2,3", f"output_dir={tmp_path}/s"]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, *words], cwd=ROOT, env=surroundings(), capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "job 1: OSError: [Errno 28] No space left on device" in errors[0]
+    assert "Traceback" not in done.stderr
+    assert done.stdout.strip().splitlines()[-1] == f"ok 2 / failed 1: {tmp_path}/s"
+    assert [job["status"] for job in index_of(tmp_path / "s")] == ["ok", "failed", "ok"]
+    assert check_records([f"{tmp_path}/s"]) == 0
+
+
+def test_a_folder_in_use_is_not_resumed(tmp_path: Path) -> None:
+    """Two processes may not go on with the same cell: requests would run twice."""
+    hold = (
+        f"from experiments.records import claim_dir; claim_dir({str(tmp_path / 'x')!r}); print(1, flush=True); input()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", hold], env=surroundings(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )  # fmt: skip
+    assert child.stdout is not None and child.stdout.readline() == b"1\n"
+    with pytest.raises(ValueError, match="is being written by another run"):
+        claim_dir(tmp_path / "x", resume=True)
+    child.kill()
+    child.wait()
+    claim_dir(tmp_path / "x", resume=True)
+    claim_dir(tmp_path / "x", resume=True)  # by the process that has it
+
+
+def test_nothing_of_a_cell_is_left_for_the_next(tmp_path: Path) -> None:
+    """Pools, engines and prompts go when a comparison ends; a cell after another does the passes it does alone."""
+    from aspire.cache import KVPool
+    from aspire.engine import Engine
+    from experiments.job import run
+
+    one, two = configs(tmp_path, ["autoregressive"]), configs(tmp_path, ["vegas"], "verification=coupled")
+    (alone,) = run(two, tmp_path / "alone")
+    run(one, tmp_path / "before")
+    gc.collect()
+    assert not [x for x in gc.get_objects() if isinstance(x, KVPool | Engine)]
+    (after,) = run(two, tmp_path / "after")
+    kinds = [
+        [
+            json.loads(line)["kinds"]
+            for line in (tmp_path / name / after.cell_id / "passes.jsonl").read_text().splitlines()
+        ]
+        for name in ("alone", "after")
+    ]
+    assert kinds[0] == kinds[1] and alone.tokens == after.tokens
