@@ -51,6 +51,8 @@ def plan_of(words: list[str]) -> Plan:
     spelt = words if named else [*words, f"output_dir={config.output_dir}"]
     jobs = jobs_of(overrides) if swept else [overrides]
     launcher = str(config.hydra.launcher._target_) if swept else "none"
+    if swept:
+        check_launcher(jobs, [word for word in overrides if word.startswith("hydra")], launcher)
     return Plan(
         spelt, jobs, Path(config.output_dir), launcher, swept, config.dry_run, config.resume, config.overwrite
     )  # fmt: skip
@@ -60,6 +62,17 @@ def jobs_of(overrides: list[str]) -> list[list[str]]:
     """The overrides of each job, as Hydra's own sweeper multiplies them out."""
     parsed = OverridesParser.create().parse_overrides(overrides)
     return BasicSweeper.split_arguments([x for x in parsed if not x.is_hydra_override()], None)[0]
+
+
+def check_launcher(jobs: list[list[str]], hydra_words: list[str], launcher: str) -> None:
+    """Raises ValueError where an experiment file of a sweep over several asks for another launcher than is in force."""
+    for word in sorted({word for words in jobs for word in words if word.startswith("experiment=")}):
+        asked = compose("config", [word, *hydra_words], return_hydra_config=True).hydra.launcher._target_
+        if asked != launcher:
+            raise ValueError(
+                f"{word} asks for {asked}, but a sweep over experiments has one launcher, {launcher}; "
+                "name it on the command line: hydra/launcher=NAME"
+            )
 
 
 def check_paths(jobs: list[list[str]]) -> None:

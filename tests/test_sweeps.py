@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,11 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
+from fake_records import requests, timed
+from hydra import initialize_config_dir
 from test_runs import ROOT, TINY, configs
 
 from experiments.check import main as check_records
+from experiments.config import CONF, register
 from experiments.metrics import speedup
-from experiments.records import JOURNAL, claim_dir, find_records, read_record, read_requests
+from experiments.records import JOURNAL, claim_dir, find_records, read_record, read_requests, write_record
+from experiments.summary import main as summarise_folder
+from experiments.summary import over_seeds
+from experiments.sweep import plan_of
 
 QUALITY = [
     *[word for word in TINY if not any(key in word for key in ("requests=", "batch=", "repeats="))],
@@ -288,3 +295,72 @@ def test_nothing_of_a_cell_is_left_for_the_next(tmp_path: Path) -> None:
         for name in ("alone", "after")
     ]
     assert kinds[0] == kinds[1] and alone.tokens == after.tokens
+
+
+def test_seeds_are_pooled_only_when_asked(tmp_path: Path, capsys) -> None:
+    """E14: three runs, three lines; with over=seed one line, sums divided by sums; another setting stays apart."""
+    for seed, seconds in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        lines = requests(0.8, 4, seed=seed)
+        write_record(tmp_path / str(seed), timed(lines, [seconds], seed=seed, config={"seed": seed}), lines)
+    other = timed(lines, [1.0], seed=1, config={"seed": 1, "budget": {"ratio": 0.5}})
+    write_record(tmp_path / "other", other, lines)
+    records = [read_record(folder) for folder in find_records(tmp_path)]
+    pooled, apart = over_seeds(records)
+    assert (pooled[4], apart[4]) == ("1, 2, 3", "1")
+    assert pooled[5].startswith(f"{sum(r.tokens.committed for r in records[:3]) / 6:.1f} (")
+    assert summarise_folder([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("pystdlib") == 4
+    assert summarise_folder([str(tmp_path), "over=seed"]) == 0
+    assert capsys.readouterr().out.count("pystdlib") == 2
+
+
+@pytest.mark.slow
+def test_a_job_whose_time_is_up_says_so_and_the_next_one_runs(tmp_path: Path) -> None:
+    """E03: what submitit does at a job's time limit, it signals; what was finished stays in the journal."""
+    root = tmp_path / "s"
+    words = ["-m", *QUALITY, "method=autoregressive", "benchmark.source.requests=10,2", f"output_dir={root}"]
+    child = subprocess.Popen(
+        command(*words), cwd=ROOT, env=surroundings(SUBMITIT_EXECUTOR="local"), stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    while child.poll() is None and not any(lines_of(path) for path in (root / "0").rglob(JOURNAL)):
+        time.sleep(0.01)
+    child.send_signal(signal.SIGUSR2)
+    said, _ = child.communicate(timeout=400)
+    assert child.returncode == 1 and said.strip().splitlines()[-1] == f"ok 1 / failed 1: {root}"
+    late, good = index_of(root)
+    assert (late["status"], good["status"]) == ("timeout", "ok") and "timeout_min" in late["error"]
+    assert any(lines_of(path) for path in (root / "0").rglob(JOURNAL))
+
+
+def test_an_experiment_file_that_asks_for_a_launcher_gets_it_or_an_error(tmp_path: Path) -> None:
+    """E05: in force where the sweep has one experiment; refused where Hydra would ignore it."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    shutil.copytree(CONF, tmp_path / "conf")
+    (tmp_path / "conf/experiment/mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /hydra/launcher: joblib\nbatch: 2\n"
+    )
+    register()
+    with initialize_config_dir(str(tmp_path / "conf"), version_base="1.3"):
+        assert plan_of(["-m", "experiment=mine", "seed=1,2"]).launcher.endswith("JoblibLauncher")
+        assert plan_of(["-m", "experiment=mine,fig1_embedded", "hydra/launcher=joblib"]).launcher.endswith(
+            "JoblibLauncher"
+        )
+        with pytest.raises(ValueError, match="experiment=mine asks for .*Joblib.*hydra/launcher=NAME"):
+            plan_of(["-m", "experiment=fig1_embedded,mine"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_launchers_run_every_job_and_collect_a_failing_one(launcher: str, tmp_path: Path) -> None:
+    """E03, E15: jobs go to other processes as plain config; the parent never imports torch, so it has no CUDA context."""
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher")
+    words = ["-m", *SMALL, f"hydra/launcher={launcher}", "method=vegas", "method.speculation.longest=-1,2"]
+    parent = "import sys; from experiments import run\ntry:\n run.main()\nfinally:\n print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", parent, *words, f"output_dir={tmp_path}/s"], cwd=ROOT, env=surroundings(),
+        capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.strip().splitlines()[-2:] == [f"ok 1 / failed 1: {tmp_path}/s", "False"]
+    assert [job["status"] for job in index_of(tmp_path / "s")] == ["failed", "ok"]
