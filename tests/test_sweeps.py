@@ -353,7 +353,7 @@ def test_an_experiment_file_that_asks_for_a_launcher_gets_it_or_an_error(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_launchers_run_every_job_and_collect_a_failing_one(launcher: str, tmp_path: Path) -> None:
-    """E03, E15: jobs go to other processes as plain config; the parent never imports torch, so it has no CUDA context."""
+    """E03, E15: jobs go to other processes as plain config; the parent has no torch, so no CUDA context."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher")
     words = ["-m", *SMALL, f"hydra/launcher={launcher}", "method=vegas", "method.speculation.longest=-1,2"]
     parent = "import sys; from experiments import run\ntry:\n run.main()\nfinally:\n print('torch' in sys.modules)"

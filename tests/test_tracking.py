@@ -91,7 +91,8 @@ def test_secrets_are_hidden_and_settings_are_not() -> None:
     """By name, and by look wherever they stand; token counts, commits and hashes stay."""
     secret = {
         "hf_token": "x", "wandb": {"api_key": "y"}, "password": "z", "plain": "hf_" + "a" * 20,
-        "list": ["sk-" + "b" * 24], "url": "https://me:pw@host/x", "key": "0123456789" * 4, "Authorization": {"bearer": "q"},
+        "list": ["sk-" + "b" * 24], "url": "https://me:pw@host/x", "key": "0123456789" * 4,
+        "Authorization": {"bearer": "q"},
     }  # fmt: skip
     hidden = json.dumps(hide(secret))
     assert hidden.count(HIDDEN) == 8
