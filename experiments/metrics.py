@@ -10,7 +10,6 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from experiments import scores
 from experiments.config import MAX_FIT
@@ -106,6 +105,8 @@ def bootstrap_ci(
     counted = np.array([pair for pair in pairs[metric] if pair[1]], dtype=np.float64)
     if len(counted) < 2:
         return None
+    from scipy import stats  # here: its import takes a second
+
     result = stats.bootstrap(
         tuple(counted.T),
         lambda part, whole, axis: part.sum(axis) / whole.sum(axis),
