@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format reproduce-fig1 study simulate fetch figures report verify-lossless bench-cpu bench-gpu bench-kernels quality check clean
+.PHONY: help setup test lint format reproduce-fig1 study simulate fetch figures report verify-lossless bench-cpu bench-gpu bench-kernels quality check clean upload
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ bench-kernels: setup ## Time every kernel against the memory bandwidth of this G
 
 quality: setup ## Compare texts and scores of a run's methods: ARGS="FOLDER [OUT]", a folder with records
 	@$(PY) -m experiments.quality $(ARGS)
+
+upload: setup ## Send finished records to Weights & Biases: ARGS="FOLDER project=aspire entity=NAME"
+	@$(PY) -m experiments.upload $(ARGS)
 
 check: setup ## Check the committed records
 	@$(PY) -m experiments.check results/records

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 from aspire.engine import PassRecord
 from aspire.policies.method import Method
@@ -51,6 +50,8 @@ def fit(passes: Sequence[PassRecord], layers: int, dense_layers: int, key: Key) 
     if rank < 3:
         raise ValueError(f"{len(passes)} timed passes have rank {rank}, 3 is needed: profile longer, with more slots")
     weighted = features / scale / ms[:, None]
+    from scipy.optimize import nnls  # here: its import takes half a second
+
     coefficients = nnls(weighted, np.ones_like(ms))[0] / scale
     mape = float(np.abs(features @ coefficients / ms - 1).mean())
     model, mlp, attn = map(float, coefficients)

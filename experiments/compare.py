@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,19 +20,22 @@ from aspire import calibrate
 from aspire.engine import Engine, PassRecord
 from aspire.policies import Method
 from aspire.request import Request
+from experiments import journal
 from experiments.config import MAX_FIT
 from experiments.environment import copy_tb_s, device_name, synchronise
 from experiments.gate import force, judge, parting
 from experiments.grading import grade
+from experiments.journal import Finished
 from experiments.layout import lay_out, make_method, resolve
 from experiments.loading import Config, free_cached, model_used, tokenizer_of
 from experiments.loading import describe as describe_model
-from experiments.outcome import Entry, Window, conclude
+from experiments.outcome import Entry, Window, conclude, request_line
 from experiments.prompts import describe_prompts
-from experiments.records import Cell, Parting, Record
+from experiments.records import Cell, Parting, Record, cell_id
 from experiments.session import Session, open_session
 
 Report = Callable[[str], None]
+Note = Callable[[Request], None]
 
 
 def cell_of(config: Config) -> Cell:
@@ -48,30 +51,37 @@ def cell_of(config: Config) -> Cell:
     )  # fmt: skip
 
 
-def run_comparison(configs: list[Config], out: Path, report: Report = tqdm.write) -> list[Record]:
+def run_comparison(
+    configs: list[Config], out: Path, report: Report = tqdm.write, kept: Sequence[Record] = ()
+) -> list[Record]:
     """Measure every config (they differ in `method` alone) and write a record each; a failure fails its own cell.
 
-    A fault before the first method runs (model, benchmark, memory) fails all of them.
+    A fault before the first method runs (model, benchmark, memory) fails all of them. kept: records of an earlier
+    process that are not made again; their methods still count in the sizes that all share.
     """
-    entries = [Entry(config, cell_of(config)) for config in configs]
+    made = {record.cell.method: record for record in kept}
+    entries = [Entry(config, cell_of(config), kept=made.get(config["method"]["name"])) for config in configs]
     try:
         configs = [resolve(config) for config in configs]
         for entry, config in zip(entries, configs, strict=True):
             entry.config = config
-            attempt(entry, lambda entry=entry: setattr(entry, "method", make_method(entry.config)))
+            try:
+                entry.method = make_method(entry.config)
+            except Exception as error:
+                entry.error = describe(error)
         measured = [entry for entry in entries if entry.error is None]
-        if measured:
-            measure(measured, configs[0], report)
+        if any(entry.kept is None for entry in measured):
+            measure(measured, configs[0], out, report)
     except Exception as error:
         for entry in entries:
             entry.error = entry.error or describe(error)
-    records = [conclude(entry, out) for entry in entries]
+    records = [entry.kept or conclude(entry, out) for entry in entries]
     entries.clear()
     free_cached()  # the pool and the captured passes, before the next comparison asks for room
     return records
 
 
-def measure(entries: list[Entry], config: Config, report: Report) -> None:
+def measure(entries: list[Entry], config: Config, out: Path, report: Report) -> None:
     """Plan the memory, prefill, calibrate, warm up, then the timed windows, interleaved."""
     if config["engine"]["device"].startswith("cuda"):
         copy_tb_s(config["engine"]["device"])  # while there is room for what it copies
@@ -80,6 +90,8 @@ def measure(entries: list[Entry], config: Config, report: Report) -> None:
         settled = {key: layout.config[key] for key in ("benchmark", "protocol")}
         entry.config = {**entry.config, **settled, "batch": batch}
         entry.cell = cell_of(entry.config)
+    skipped = [entry.cell.method for entry in entries if entry.kept]
+    entries = [entry for entry in entries if not entry.kept]
     report("\n".join(layout.plan.table()))
     report(describe_model(layout.config, model_used(layout.config, layout.spec)))
     report(describe_prompts(layout.items, layout.provenance))
@@ -88,6 +100,8 @@ def measure(entries: list[Entry], config: Config, report: Report) -> None:
     if layout.scorer is not None:
         judged = sum(map(layout.scorer.judges, session.items))
         report(f"scoring: {layout.scorer}, {judged} of {len(session.items)} prompts have an answer it can judge")
+    for entry in entries:
+        attempt(entry, lambda entry=entry: take_up(entry, out, len(session.items), skipped))
     repeats = config["protocol"]["repeats"]
     with tqdm(total=len(entries) * (1 + repeats), desc="cells", unit="window") as bar:
         for entry in entries:
@@ -120,6 +134,31 @@ def describe(error: Exception) -> str:
         return f"{type(error).__name__}: {error}"
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+
+
+def take_up(entry: Entry, out: Path, requests: int, skipped: list[str]) -> None:
+    """Find what an earlier process left of this cell, and open the journal of a run that drains."""
+    if skipped:
+        entry.resumed = f"{', '.join(skipped)} ran in an earlier process"
+    if entry.config["protocol"]["replay"] == "drain":
+        entry.journal = journal.begin(out / cell_id(entry.cell), entry.config)
+        entry.finished = journal.read_finished(entry.journal.parent)
+    if entry.finished:
+        asked = requests * entry.config["protocol"]["repeats"]
+        entry.resumed = f"{len(entry.finished)} of {asked} requests ran in an earlier process"
+
+
+def restored(one: Finished, session: Session) -> Request:
+    """The request of a journal's line, as it ended. Raises ValueError if its prompt or seed is another by now."""
+    number = {item.id: number for number, item in enumerate(session.items)}.get(one.request.id)
+    request = None if number is None else session.request(number)[0]
+    if request is None or (request_line(request).prompt_ids_sha1, request.sampling.seed) != (
+        one.request.prompt_ids_sha1, one.request.seed,
+    ):  # fmt: skip
+        raise ValueError(f"the prompts have changed since {one.request.id} ran; set overwrite=true to run all anew")
+    request.output_ids, request.rounds = one.request.output_ids, one.request.rounds
+    request.finish_reason = one.request.finish_reason
+    return request
 
 
 def make_engine(session: Session, method: Method, slots: int) -> Engine:
@@ -194,20 +233,42 @@ def run_window(session: Session, entry: Entry) -> Window:
     """One timed window, from full slots to `window_tokens` committed tokens (or, draining, to the last request)."""
     assert entry.engine is not None
     drain, device = session.config["protocol"]["replay"] == "drain", session.settings.device
-    supply = iter(range(len(session.items))) if drain else itertools.count()
+    before = [one for one in entry.finished if one.repeat == len(entry.windows)]
+    missing = [n for n, item in enumerate(session.items) if item.id not in {one.request.id for one in before}]
+    supply = iter(missing) if drain else itertools.count()
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
     with closing(entry.engine) as engine:
         engine.passes = []
-        window = Window([], engine.passes)
+        window = Window([restored(one, session) for one in before], engine.passes)
+        window.decode_s = {one.request.id: one.decode_s for one in before}
+        earlier = max((one.window_s for one in before), default=0.0)
         fill(engine, session, supply, window.requests)
         admitted, missed = engine.prefill_seconds, engine.graph_misses
         synchronise(device)
         start = engine.clock()
-        run_until_full(engine, session, supply, window, None if drain else session.config["protocol"]["window_tokens"])
+
+        def elapsed() -> float:
+            return earlier + engine.clock() - start - (engine.prefill_seconds - admitted) - window.aside
+
+        def note(request: Request) -> None:
+            begun, seconds = engine.clock(), elapsed()
+            if entry.journal is not None:
+                one = Finished(
+                    repeat=len(entry.windows), decode_s=window.decode_s[request.id], window_s=seconds,
+                    request=request_line(request),
+                )  # fmt: skip
+                journal.append(entry.journal, one)
+            window.aside += engine.clock() - begun
+
+        tokens = None if drain else session.config["protocol"]["window_tokens"]
+        run_until_full(engine, session, supply, window, tokens, note)
         # A pass has run when its tokens are here; a GPU may be at the next one, which the window does not count.
-        window.seconds = engine.clock() - start - (engine.prefill_seconds - admitted)
+        window.seconds = elapsed()
         window.graph_misses = engine.graph_misses - missed
+    if before:
+        place = {item.id: number for number, item in enumerate(session.items)}
+        window.requests.sort(key=lambda request: place[request.id])
     if device.startswith("cuda"):
         window.peak_gib = (torch.cuda.max_memory_allocated() + held_by_graphs()) / 2**30
     return window
@@ -220,20 +281,28 @@ def held_by_graphs() -> int:
     return sum(s["total_size"] - s["allocated_size"] for s in own)
 
 
-def run_until_full(engine: Engine, session: Session, supply: Iterator[int], window: Window, tokens: int | None) -> None:
-    """Step until `tokens` are committed (None: until nothing is left), noting each request's decode seconds."""
+def run_until_full(
+    engine: Engine, session: Session, supply: Iterator[int], window: Window, tokens: int | None, note: Note
+) -> None:
+    """Step until `tokens` are committed (None: until nothing is left), noting each request's decode seconds.
+
+    note: called with a request that has ended.
+    """
     committed = 0
     while tokens is None or committed < tokens:
         fill(engine, session, supply, window.requests)
         if not engine.busy:
             break
-        seated = [seat.request.id for seat in engine.seats if seat]
+        seated = [seat.request for seat in engine.seats if seat]
         before, admitting = engine.clock(), engine.prefill_seconds
         engine.step()
         spent = engine.clock() - before - (engine.prefill_seconds - admitting)
         committed += engine.passes[-1].committed
-        for name in seated:
-            window.decode_s[name] = window.decode_s.get(name, 0.0) + spent
+        for request in seated:
+            window.decode_s[request.id] = window.decode_s.get(request.id, 0.0) + spent
+        for request in seated:
+            if request.finished:
+                note(request)
 
 
 def fill(engine: Engine, session: Session, supply: Iterator[int], requests: list[Request]) -> None:
@@ -288,7 +357,7 @@ def finish(entries: list[Entry], session: Session) -> None:
         entry.session = session
         entry.config = {**entry.config, "engine": {**entry.config["engine"], **engine}}
         outputs = [[r.output_ids for r in w.requests] for w in entry.windows]
-        if entry.error is None and any(output != outputs[0] for output in outputs):
+        if entry.error is None and not entry.finished and any(output != outputs[0] for output in outputs):
             entry.error = "repeats of the same requests gave different tokens"
         attempt(entry, lambda entry=entry: grade_answers(entry, session))
     for prompt in session.prompts:

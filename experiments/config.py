@@ -114,6 +114,7 @@ class TrackingConf:
     project: str = "aspire"
     entity: str | None = None
     group: str | None = None
+    timeout_s: int = 60
 
 
 @dataclass
@@ -157,6 +158,7 @@ class RunConf:
     output_dir: str = MISSING
     resume: bool = False
     overwrite: bool = False
+    dry_run: bool = False  # list the jobs and leave
 
 
 def register() -> None:
@@ -203,7 +205,7 @@ def check_overrides(arguments: list[str]) -> None:
         parsed = OverridesParser.create().parse_overrides(words)
     except HydraException as error:
         raise ValueError(f"cannot read the overrides: {error}") from None
-    first = [_first_choice(override) for override in parsed]
+    first = first_choices(words)
     selecting = [text for text, override in zip(first, parsed, strict=True) if override.key_or_group in groups()]
     for override in parsed:
         swept = override.is_sweep_override()
@@ -231,6 +233,11 @@ def check_batch(batch: Any) -> None:
 def _check_option(group: str, option: Any) -> None:
     if group in groups() and isinstance(option, str) and option not in choices(group):
         raise ValueError(f"unknown {group} {option!r}{nearest(option, choices(group))}")
+
+
+def first_choices(words: list[str]) -> list[str]:
+    """The overrides of a sweep's first job."""
+    return [_first_choice(override) for override in OverridesParser.create().parse_overrides(words)]
 
 
 def _first_choice(override: Any) -> str:

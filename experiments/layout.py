@@ -23,6 +23,7 @@ CHOICES = {
     "protocol.prompt_kv": ("prefill", "random"),
     "model.weights": ("real", "random"),
     "comparison.batch_mode": ("equal", "max_fit"),
+    "tracking.mode": ("online", "offline", "disabled"),
 }
 CHUNK, GPU_CHUNK = 512, 8192  # prompt tokens of a prefill pass: a GPU needs many to be busy
 

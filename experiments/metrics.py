@@ -10,7 +10,6 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from experiments import scores
 from experiments.config import MAX_FIT
@@ -106,6 +105,8 @@ def bootstrap_ci(
     counted = np.array([pair for pair in pairs[metric] if pair[1]], dtype=np.float64)
     if len(counted) < 2:
         return None
+    from scipy import stats  # here: its import takes a second
+
     result = stats.bootstrap(
         tuple(counted.T),
         lambda part, whole, axis: part.sum(axis) / whole.sum(axis),
@@ -183,6 +184,8 @@ def speedup(record: Record, baseline: Record | None, metric: str = "decode_tok_s
     for one in (record, baseline):
         if one.status != "ok":
             return None, f"{one.cell.method} {one.status}" + (f": {one.error}" if one.error else "")
+        if one.timing.resumed:
+            return None, f"{one.cell.method} was resumed: {one.timing.resumed}"
     mine, theirs = compared(record), compared(baseline)
     for name in SAME:
         if name in KNOWN and (mine[name] is None or theirs[name] is None):

@@ -14,6 +14,7 @@ from aspire.request import Request
 from experiments.benchmarks import data_hash
 from experiments.environment import copy_tb_s, environment
 from experiments.gate import Gate
+from experiments.journal import Finished
 from experiments.loading import Config, model_used
 from experiments.metrics import fewest_bytes, summarise, tpot_ms
 from experiments.records import (
@@ -46,6 +47,7 @@ class Window:
     decode_s: dict[str, float] = field(default_factory=dict)  # of each request, while it held a slot
     peak_gib: float | None = None
     graph_misses: int = 0  # passes that waited for their capture
+    aside: float = 0.0  # seconds spent on the journal
 
 
 @dataclass
@@ -63,6 +65,10 @@ class Entry:
     partings: dict[str, Parting] = field(default_factory=dict)  # by request id, of texts that the gate looked at
     graded: dict[str, Graded] = field(default_factory=dict)  # by request id
     error: str | None = None
+    kept: Record | None = None  # finished by an earlier process: it is laid out with the others and not run again
+    journal: Path | None = None  # of its finished requests, in a run that drains
+    finished: list[Finished] = field(default_factory=list)  # what an earlier process left in the journal
+    resumed: str | None = None  # what Timing says of it
 
 
 def conclude(entry: Entry, out: Path) -> Record:
@@ -90,6 +96,8 @@ def conclude(entry: Entry, out: Path) -> Record:
     )  # fmt: skip
     (out / name / PASSES).write_text("".join(json.dumps(p) + "\n" for p in passes))
     write_record(out / name, record, lines)
+    if entry.journal is not None:
+        entry.journal.unlink()  # all its requests are in the record
     return record
 
 
@@ -116,9 +124,14 @@ def measured_record(entry: Entry, name: str, lines: list[RequestLine]) -> Record
     config, device = entry.config, session.settings.device
     filled = config["protocol"]["prompt_kv"] == "random"  # nothing was prefilled
     timing = timing_of(entry.windows, None if filled else session.prefill_s, bool(session.settings.graphs))
+    if entry.resumed:
+        unknown = {"passes": None, "host_gap": None} if entry.finished else {}
+        timing = timing.model_copy(update={"resumed": entry.resumed, **unknown})
     times = [entry.windows[0].decode_s.get(line.id, 0.0) for line in lines]
     peaks = [w.peak_gib for w in entry.windows if w.peak_gib is not None]
-    efficiency = hbm_efficiency(entry, session) if device.startswith("cuda") else None
+    efficiency = (
+        hbm_efficiency(entry, session) if device.startswith("cuda") and any(w.passes for w in entry.windows) else None
+    )
     tokens, metrics = summarise(lines, timing, tpot_ms(lines, times), max(peaks, default=None), efficiency)
     calibration = None if entry.calibration is None else asdict(entry.calibration)
     layout = session.layout

@@ -23,8 +23,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from experiments.hold import hold
+
 SCHEMA: Literal[1] = 1
 RECORD, REQUESTS, PASSES, CLAIM = "record.json", "requests.jsonl", "passes.jsonl", "claim"
+STATUS = "job.json"  # of a sweep's job: experiments/sweep.py
+JOURNAL = "journal.jsonl"  # of a cell that has not ended: experiments/journal.py
 
 
 def _finite(value: Any) -> Any:
@@ -136,7 +140,11 @@ class Repeats(Section):
 
 
 class Timing(Section):
-    """draft, verify and mixed pass ms: the mean pass of only draft rows, only verify rows, more than one kind."""
+    """draft, verify and mixed pass ms: the mean pass of only draft rows, only verify rows, more than one kind.
+
+    resumed: which part ran in an earlier process, in words; such times enter no speed-up. Null for one process.
+    Passes, and `passes.jsonl`, are then those of the last process alone, and their number is null.
+    """
 
     prefill_s: Number = None
     decode_s: Number = None
@@ -146,6 +154,7 @@ class Timing(Section):
     mixed_pass_ms: Number = None
     host_gap: Number = None
     repeats: Repeats | None = None
+    resumed: str | None = None
 
 
 class TpotMs(Section):
@@ -301,12 +310,13 @@ def write_record(folder: Path | str, record: Record, lines: Iterable[RequestLine
     folder.mkdir(parents=True, exist_ok=True)
     # A record beside the lines of another run would pass for finished if we died between the two files.
     (folder / RECORD).unlink(missing_ok=True)
-    _write(folder / REQUESTS, "".join(line.model_dump_json() + "\n" for line in lines))
-    _write(folder / RECORD, record.model_dump_json(indent=2) + "\n")
+    write_whole(folder / REQUESTS, "".join(line.model_dump_json() + "\n" for line in lines))
+    write_whole(folder / RECORD, record.model_dump_json(indent=2) + "\n")
     return folder / RECORD
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file at once, or leave it as it was."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -355,7 +365,7 @@ def claim_dir(path: Path | str, resume: bool = False, overwrite: bool = False) -
     """Take an output folder for this process, or refuse; of several that ask at once exactly one gets it.
 
     resume keeps what is there; overwrite deletes the records below it, so that old cells cannot mix with new ones.
-    What Hydra itself puts into a fresh output folder (.hydra, *.log) does not count as results.
+    What Hydra and a sweep put into a fresh output folder (.hydra, *.log, job.json) does not count as results.
     Raises ValueError when the folder has results or an owner, or when both flags are set.
     """
     path = Path(path)
@@ -364,7 +374,7 @@ def claim_dir(path: Path | str, resume: bool = False, overwrite: bool = False) -
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file; choose another output folder")
     path.mkdir(parents=True, exist_ok=True)
-    taken = any(entry.name != ".hydra" and entry.suffix != ".log" for entry in path.iterdir())
+    taken = any(entry.name not in (".hydra", STATUS) and entry.suffix != ".log" for entry in path.iterdir())
     try:
         # The marker decides, not the emptiness seen above: creation with O_EXCL is atomic, a listing is not.
         handle = None if taken else os.open(path / CLAIM, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
@@ -378,8 +388,12 @@ def claim_dir(path: Path | str, resume: bool = False, overwrite: bool = False) -
     if handle is not None:
         with os.fdopen(handle, "w") as file:
             file.write(f"{socket.gethostname()} {os.getpid()}\n")
+    if (path / CLAIM).exists():
+        hold(path / CLAIM)
     if overwrite:
         for folder in find_records(path):
             for name in (RECORD, REQUESTS, PASSES):
                 (folder / name).unlink(missing_ok=True)
+        for journal in list(path.rglob(JOURNAL)):
+            journal.unlink()
     return path

@@ -9,7 +9,6 @@ from math import comb, sqrt
 from statistics import fmean, stdev
 
 import numpy as np
-from scipy import stats
 
 from experiments.records import Graded, Quality, RequestLine, Slice
 
@@ -46,6 +45,8 @@ def interval(samples: Samples, level: float = 0.95) -> Interval | None:
     error = standard_error(samples)
     if error is None:
         return None
+    from scipy import stats  # here: its import takes a second
+
     if all(mean in (0.0, 1.0) for mean in means):
         found = stats.binomtest(int(sum(means)), len(means)).proportion_ci(level, method="wilson")
         return float(found.low), float(found.high)

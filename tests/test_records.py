@@ -30,7 +30,7 @@ SECTIONS = {
     "workload": "requests prompt_tokens data_hash truncated original_tokens template_hash first_ids tasks",
     "sampling": "temperature top_k top_p seed verification",
     "tokens": "committed drafted accepted rounds prompt",
-    "timing": "prefill_s decode_s passes draft_pass_ms verify_pass_ms mixed_pass_ms host_gap repeats",
+    "timing": "prefill_s decode_s passes draft_pass_ms verify_pass_ms mixed_pass_ms host_gap repeats resumed",
     "metrics": "decode_tok_s e2e_tok_s acceptance_rate acceptance_by_position tokens_per_round tpot_ms peak_gib "
     "hbm_efficiency",
 }

@@ -173,7 +173,7 @@ def test_an_existing_folder_is_refused_unless_resumed_or_overwritten(tmp_path: P
         run(configs(tmp_path, ["autoregressive"]), out)
     (again,) = run(configs(tmp_path, ["autoregressive"], "resume=true"), out)
     assert again == read_record(out / first.cell_id)
-    with pytest.raises(ValueError, match="sampling differ"):
+    with pytest.raises(ValueError, match="sampling.temperature: 0.7 there, 0.0 asked"):
         run(configs(tmp_path, ["autoregressive"], "resume=true", "sampling=greedy"), out)
     (new,) = run(configs(tmp_path, ["autoregressive"], "overwrite=true", "sampling=greedy"), out)
     assert new.status == "ok" and new.sampling.temperature == 0

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 # (module, lowest and highest major compute capability, dtypes), best first. The wheel fa3-fwd is built without fp16.
 FLASH = (
@@ -64,11 +63,18 @@ def prefill_attention_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, H, W or L, D]
     w, n = q.shape[0], k.shape[0]
     # one query sees every key, a whole sequence is plainly causal: neither needs an aligned mask
-    mask = None if w in (1, n) else causal_lower_right(w, n)
+    mask = None if w in (1, n) else lower_right(w, n)
     out = F.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=w == n and w > 1, enable_gqa=group > 1
     )
     return out[0].transpose(0, 1)
+
+
+def lower_right(w: int, n: int) -> Tensor:
+    """The causal mask of w queries at the end of n keys, never built in memory."""
+    from torch.nn.attention.bias import causal_lower_right  # its import takes 2 s, and many runs end before a prefill
+
+    return causal_lower_right(w, n)
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 
-from math_verify import parse, verify
-
 from experiments.benchmarks.item import Item
 
 from .scorer import Scorer
@@ -89,6 +87,8 @@ class Maths(Scorer):
         boxed = [box for box in boxes(text) if box]
         if boxed:
             return boxed[-1]
+        from math_verify import parse  # here: its import takes a second
+
         found = [] if cut else parse(text[-_TAIL:], parsing_timeout=_seconds())
         return str(found[-1]) if found else None
 
@@ -96,6 +96,8 @@ class Maths(Scorer):
         """1 or 0. The same characters are right also where math-verify reads no formula (a name, an interval)."""
         if _plain(found) == _plain(str(item.answer)):
             return 1.0
+        from math_verify import parse, verify  # here: its import takes a second
+
         gold, target = (parse(f"${text}$", parsing_timeout=_seconds()) for text in (str(item.answer), found))
         return float(bool(gold and target) and verify(gold, target, timeout_seconds=_seconds()))
 
