@@ -189,7 +189,9 @@ def choices(group: str) -> list[str]:
 
 
 def groups() -> list[str]:
-    return sorted(str(path.relative_to(CONF)) for path in CONF.rglob("*") if path.is_dir())
+    """All config groups; cards are no part of a run, experiments/simulate.py reads them."""
+    found = (str(path.relative_to(CONF)) for path in CONF.rglob("*") if path.is_dir())
+    return sorted(name for name in found if name != "card")
 
 
 def nearest(word: str, known: list[str]) -> str:

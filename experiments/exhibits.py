@@ -15,6 +15,7 @@ import yaml
 from experiments import metrics, tables
 from experiments.config import CONF
 from experiments.gpu_tables import GPU
+from experiments.modelled import MODELLED
 from experiments.quality import QUALITY
 from experiments.records import PASSES, Record, find_records, pick, read_record
 from experiments.redraw import PICTURED, STUDIES, find_fig1
@@ -107,6 +108,13 @@ SOURCES = {
         "Slots by passes, coloured by kind of row: a lockstep method above, an asynchronous one below.",
         "make reproduce-fig1",
         pictured,
+    ),
+    MODELLED: Source(
+        "Modelled: another card",
+        "Decode tokens a second predicted for measured cells by costs fitted without them, against measured ones.",
+        "make simulate",
+        below(MODELLED),
+        "modelled",
     ),
     QUALITY: Source(
         "Quality parity",

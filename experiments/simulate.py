@@ -199,16 +199,16 @@ def measured_cells(root: Path = H200) -> list[Path]:
     return found
 
 
-def validate(root: Path, card: Card) -> list[Checked]:
-    """Simulate every measured cell by costs fitted on the others: without its (model, context, batch), its model."""
-    folders = measured_cells(root)
+def validate(folders: list[Path], card: Card, only: list[Path] | None = None) -> list[Checked]:
+    """Simulate measured cells, or some of them, by costs fitted on the others: without all of its (model, context,
+    batch), and without all of its model. Raises ValueError where nothing is left to fit."""
     cells = {folder: read_cell(folder) for folder in folders}
     found = []
     for held, key in (("cell", lambda c: c.group), ("model", lambda c: c.model)):
-        for folder, own in cells.items():
-            others = [other for other in cells.values() if key(other) != key(own)]
+        for folder in only or folders:
+            others = [other for other in cells.values() if key(other) != key(cells[folder])]
             if not others:
-                raise ValueError("nothing to hold out: name a folder with records of two models or two sizes")
+                raise ValueError("nothing to hold out: name records of two models or two sizes")
             cost = fit(others, card.bandwidth_tb_s, card.bf16_tflops)
             setting, record = setting_of(folder), read_record(folder)
             done = simulate(setting, cost, card)
@@ -291,7 +291,7 @@ def main(arguments: list[str]) -> None:
             print(json.dumps(line | {"took_s": round(time.perf_counter() - start, 2)}))
             return
         out = Path(words[0] if words else H200.parent / "modelled")
-        checked = validate(H200, home)
+        checked = validate(measured_cells(), home)
         scenarios = [
             what_if(OWN | {"model": model, "context": context, "requests": "64"}, [], cost, card_of("h100_nvl"))
             for model in MODELS

@@ -18,12 +18,13 @@ from aspire.engine import Engine
 from aspire.policies import Method, Selection
 from aspire.request import Request
 from aspire.settings import EngineSettings
+from experiments import simulate
 from experiments.bench_gpu import OWN, SUITES
 from experiments.config import CONF, check_overrides, choices, register, split
 
 ROOT = CONF.parent
 README = (ROOT / "README.md").read_text()
-LONGEST_README = 170  # lines
+LONGEST_README = 200  # lines
 PAGES = ["README.md", "docs/architecture.md", "baselines/README.md", "results/LOG.md"]
 PATH = re.compile(r"(?:aspire|baselines|conf|docs|experiments|results|scripts|tests)/[\w/.-]*\w")
 COMMANDS = "make lint bench-kernels ARGS"  # words of commands that stand in no source file
@@ -110,7 +111,7 @@ def test_scripts_name_files_that_exist(script: str) -> None:
 
 
 def test_make_arguments_are_overrides() -> None:
-    """`make bench-gpu` has words of its own beside them."""
+    """`make bench-gpu` and `make simulate` have words of their own beside them."""
     shown = re.findall(r'`(?:make ([\w-]+) [^`]*?)?ARGS="([^"]+)"', README)
     assert shown
     register()
@@ -120,6 +121,9 @@ def test_make_arguments_are_overrides() -> None:
             if target == "bench-gpu":
                 own, words = split(words, OWN)
                 assert own["suite"] in SUITES
+            if target == "simulate":
+                own, words = split(words, simulate.OWN)
+                assert simulate.card_of(own["card"]) and own["model"] in choices("model")
             check_overrides(words)
 
 

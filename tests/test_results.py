@@ -6,6 +6,7 @@ import pytest
 
 from experiments.gpu_tables import GPU, write_gpu_tables
 from experiments.metrics import check
+from experiments.modelled import MODELLED, write_modelled
 from experiments.quality import QUALITY
 from experiments.records import find_records, read_record
 from experiments.redraw import find_fig1, redraw, redraw_quality
@@ -31,8 +32,9 @@ def test_committed_tables_are_rebuilt_byte_for_byte(tmp_path: Path) -> None:
         *write_gpu_tables(RESULTS / "records" / GPU, tmp_path / "tables"),
         *redraw_quality(RESULTS / "records" / QUALITY, tmp_path),
     ]
-    studies = redraw_studies(RESULTS / "records" / STUDIES, tmp_path)
-    written += [path for path in studies if path.parent.name == "tables"]
+    pages = redraw_studies(RESULTS / "records" / STUDIES, tmp_path)
+    pages += write_modelled(RESULTS / "records" / MODELLED, tmp_path)
+    written += [path for path in pages if path.parent.name == "tables"]
     for path in written:
         assert path.read_bytes() == (RESULTS / "tables" / path.name).read_bytes(), path.name
     assert (tmp_path / "README.md").read_bytes() == (RESULTS / "README.md").read_bytes()
