@@ -241,8 +241,17 @@ def _totals(run: list[dict[str, Any]]) -> str:
     return f"{text}, {ms:.0f} ms, {1e3 * sum(tokens) / ms:,.0f} tok/s" if ms else text
 
 
+def settle(figure: Figure) -> None:
+    """Lay out once and round: the last bits of a constrained layout depend on where in memory its variables lie."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for ax in figure.axes:
+        ax.set_position([round(x, 5) for x in ax.get_position().bounds])
+
+
 def save(figure: Figure, stem: Path) -> list[Path]:
     """Write stem.pdf and stem.png without the time stamps that would make two equal figures differ."""
+    settle(figure)
     stem.parent.mkdir(parents=True, exist_ok=True)
     metadata = {".pdf": {"CreationDate": None, "ModDate": None}, ".png": {"Software": None}}
     paths = [stem.with_name(stem.name + suffix) for suffix in metadata]

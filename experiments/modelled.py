@@ -18,6 +18,7 @@ from experiments.tables import DASH, MARKS, NOTES, RESULTS
 
 MODELLED = "modelled"  # below results/records
 WORKLOADS = {17000: "longbench_16k", 35000: "longbench2_30k", 90000: "longbench2_80k"}
+TICKS = (300, 1000, 3000)  # tok/s
 SIGN = MARKS["modelled"]
 SHARES = (
     "Another card is taken to reach the shares of its data sheet that the H200 reached. Acceptance is emulated, the "
@@ -98,8 +99,10 @@ def scatter(checked: list[Checked], stem: Path) -> list[Path]:
             for one in own:
                 name = one.method if one.method in colour else "aspire_fixed"
                 ax.plot(one.measured, one.predicted, **_open(colour[name]))
-            ax.set_xscale("log")
-            ax.set_yscale("log")
+            ax.set(xscale="log", yscale="log")
+            for axis in (ax.xaxis, ax.yaxis):
+                axis.set_ticks(TICKS, [f"{tick:,}" for tick in TICKS])
+            ax.minorticks_off()
             ax.set_xlabel("measured tok/s")
             ax.set_ylabel("modelled tok/s")
             ax.set_title(f"{'size' if held == 'cell' else 'model'} held out", loc="left", pad=2)
