@@ -22,12 +22,19 @@ from tests.test_runs import TINY
 
 ROWS = pd.DataFrame(
     [
-        {"part": "16k", "series": "plain", "x": None, "tok": 10.0, "shown evidence": "real, CPU"},
-        {"part": "16k", "series": "swept", "x": 1.0, "tok": 20.0, "shown evidence": "real, CPU"},
-        {"part": "16k", "series": "swept", "x": 8.0, "tok": 25.0, "shown evidence": "real, CPU"},
-        {"part": "32k", "series": "swept", "x": 8.0, "tok": float("nan"), "shown evidence": "real, CPU"},
+        {"part": "16k", "series": "plain", "x": None, "tok": 10.0},
+        {"part": "16k", "series": "swept", "x": 1.0, "tok": 20.0},
+        {"part": "16k", "series": "swept", "x": 8.0, "tok": 25.0},
+        {
+            "part": "32k",
+            "series": "swept",
+            "x": 8.0,
+            "tok": float("nan"),
+            "shown evidence": "real, CPU",
+            "on GPU": False,
+        },
     ]
-)
+).assign(**{"shown evidence": "real, CPU", "on GPU": False})
 
 
 def at(series: str, x: Any = None, part: str | None = None) -> At:
@@ -93,6 +100,14 @@ def test_a_claim_is_held_against_its_interval(measure: Any, low: Any, high: Any,
     assert judge("study", claim, measure, ROWS, "embedded").word == word
     if not isinstance(measure, Untestable):
         assert judge("study", claim, measure, ROWS.iloc[:0], "embedded").word == NOT_RUN
+
+
+def test_a_cpu_says_nothing_about_the_speed_of_a_gpu() -> None:
+    claim = {"text": "t", "published": "p", "source": "s", "low": 9, "high": 11}
+    measure = At(series="plain", column="tok", speed=True)
+    found = judge("study", claim, measure, ROWS, "embedded")
+    assert (found.value, found.word) == (10, UNTESTABLE) and "GPU" in found.reason
+    assert judge("study", claim, measure, ROWS.assign(**{"on GPU": True}), "h200").word == AGREES
 
 
 def fake(root: Path, study: Study, profile: str = "embedded", failing: str = "") -> None:

@@ -17,9 +17,14 @@ AGREES, DIFFERS, UNTESTABLE, NOT_RUN = "agrees", "differs", "not testable here",
 
 
 class Measure(BaseModel, ABC):
-    """How a claim's value is read from the rows of one profile. part: of the study, None where it has only one."""
+    """How a claim's value is read from the rows of one profile. part: of the study, None where it has only one.
+
+    speed: the claim is about speeds on a GPU, so that a CPU's say nothing for or against it.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    speed: bool = False
 
     @abstractmethod
     def value(self, rows: pd.DataFrame) -> float | None:
@@ -144,6 +149,8 @@ def judge(study: str, claim: dict[str, Any], measure: Measure, rows: pd.DataFram
         word, reason = NOT_RUN, "no records"
     elif value is None:
         word, reason = UNTESTABLE, "the cells that it needs were not run or failed"
+    elif measure.speed and not rows["on GPU"].all():
+        word, reason = UNTESTABLE, "a CPU's passes are bound by arithmetic, the claim is about a GPU's"
     else:
         inside = (low is None or value >= low) and (high is None or value <= high)
         word = AGREES if inside else DIFFERS

@@ -13,9 +13,10 @@ STUDIES = "studies"  # below results/records
 HEAD = """# Results
 
 Every claim of the paper that a study here asks about: what was published, what came out here, and the verdict. *Agrees*
-means that our value lies in the stated interval, *differs* that it does not; neither says more than the evidence beside
-it. Published numbers come from other machines and other models and are never divided by ours. `make figures` rebuilds
-this page, all tables and all figures from the records; the command in a row runs the study anew.
+means that our value lies in the interval beside it, which we set around what was published, *differs* that it does not;
+neither says more than the evidence beside it. Published numbers come from other machines and other models and are never
+divided by ours. `make figures` rebuilds this page, all tables and all figures from the records; the command in a row
+runs the study anew.
 """
 
 

@@ -85,6 +85,7 @@ class Study(BaseModel, ABC):
             "round ms": round_ms(record),
             **{name: getattr(record.quality, key, None) for name, key in SCORES.items()},
             "shown evidence": evidence_of(record),
+            "on GPU": str(pick(record.config, "engine.device")).startswith("cuda"),
             "cell": run,
         }
 
