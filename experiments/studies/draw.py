@@ -9,12 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from experiments import figures
-from experiments.figures import EVIDENCE_NAMES, TINY
+from experiments.figures import EVIDENCE_NAMES, SMALL
 from experiments.studies.claims import as_text
 from experiments.tables import ACCEPTANCE, BASELINE, caption
 
 # Paul Tol's "bright" scheme: told apart under every common colour blindness.
-HUES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB")
+HUES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB", "#332288", "#999933")
 SPREAD = {
     "decode speed-up": ("decode speed-up min", "decode speed-up max"),
     "decode tok/s": ("decode tok/s min", "decode tok/s max"),
@@ -54,7 +54,10 @@ def drawn(own: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def curves(ax: Axes, own: pd.DataFrame, column: str, hues: dict[str, str]) -> None:
-    """The series of one panel; words on the x axis keep their order."""
+    """The series of one panel, as bars where none has an x; words on the x axis keep their order."""
+    if own["x"].isna().all():
+        bars(ax, own, column, hues)
+        return
     ticks = list(dict.fromkeys(as_text(x) for x in own["x"].dropna()))
     numeric = all(isinstance(x, int | float) for x in own["x"].dropna())
     places = {text: float(text) if numeric else float(at) for at, text in enumerate(ticks)}
@@ -71,6 +74,20 @@ def curves(ax: Axes, own: pd.DataFrame, column: str, hues: dict[str, str]) -> No
     ax.set_xticks(list(places.values()), list(places))
     if column == "decode speed-up":
         ax.axhline(1.0, color="black", linewidth=0.5)
+    ax.set_ylim(bottom=0)
+
+
+def bars(ax: Axes, own: pd.DataFrame, column: str, hues: dict[str, str]) -> None:
+    """A bar a series, whiskers where there are any."""
+    labels, at = list(own["series"]), range(len(own))
+    ax.bar(at, own[column], 0.6, color=[hues[label] for label in labels], linewidth=0)
+    if column in SPREAD:
+        low, high = SPREAD[column]
+        ax.vlines(at, own[low], own[high], color="black", lw=0.6)
+    if column == "decode speed-up":
+        ax.axhline(1.0, color="black", linewidth=0.5)
+    ax.set_xticks(at, labels)
+    ax.tick_params(axis="x", length=0)
     ax.set_ylim(bottom=0)
 
 
@@ -95,11 +112,12 @@ def fields(ax: Axes, panel: pd.DataFrame, column: str) -> None:
     wide = panel.pivot_table(index="part", columns="x", values=column, aggfunc="first", sort=False)
     values: Any = wide.reindex(index=parts, columns=xs).to_numpy(dtype=float)
     # One scale for all maps: white where nothing is won or lost.
-    ax.pcolormesh(values, cmap="PuOr_r", vmin=0, vmax=2 if pd.isna(values).all() else max(2, 2 * _top(values) - 2))
+    highest = 2 if pd.isna(values).all() else max(2, _top(values))
+    ax.pcolormesh(values, cmap="PuOr_r", vmin=2 - highest, vmax=highest, alpha=0.5, linewidth=0)
     for (row, place), value in ((at, values[at]) for at in _indices(values)):
         if pd.notna(value):
             colour = "#BB0000" if value < 1 else "black"
-            ax.text(place + 0.5, row + 0.5, f"{value:.2f}", ha="center", va="center", fontsize=TINY, color=colour)
+            ax.text(place + 0.5, row + 0.5, f"{value:.2f}", ha="center", va="center", fontsize=SMALL, color=colour)
     ax.invert_yaxis()
     ax.set_yticks([at + 0.5 for at in range(len(parts))], parts)
     ax.set_xticks([at + 0.5 for at in range(len(xs))], [as_text(x) for x in xs])
