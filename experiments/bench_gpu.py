@@ -31,9 +31,10 @@ from experiments.config import (
     script,
     split,
 )
+from experiments.hold import claim_dir
 from experiments.loading import Config
 from experiments.metrics import predicted_speedup, ratio, speedup
-from experiments.records import PASSES, Record, claim_dir, find_records, read_record
+from experiments.records import PASSES, Record, find_records, read_record
 
 BASELINE = "autoregressive"
 OWN = {"suite": "autoregressive", "out": "", "repeats": "1", "only": ""}  # words that are no overrides

@@ -189,9 +189,7 @@ def choices(group: str) -> list[str]:
 
 
 def groups() -> list[str]:
-    """All config groups; cards are no part of a run, experiments/simulate.py reads them."""
-    found = (str(path.relative_to(CONF)) for path in CONF.rglob("*") if path.is_dir())
-    return sorted(name for name in found if name != "card")
+    return sorted(str(path.relative_to(CONF)) for path in CONF.rglob("*") if path.is_dir())
 
 
 def nearest(word: str, known: list[str]) -> str:

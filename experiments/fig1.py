@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 
 from experiments.config import CONF, METHODS, UNIQUE, check_overrides, nearest, register, script, split
 from experiments.environment import gpu_gib
-from experiments.records import claim_dir
+from experiments.hold import claim_dir
 from experiments.redraw import redraw
 from experiments.run import configs_of, run
 from experiments.summary import conclude

@@ -15,7 +15,8 @@ from omegaconf import DictConfig
 
 from experiments import sweep
 from experiments.config import for_method, plain, refuse
-from experiments.records import Record, claim_dir
+from experiments.hold import claim_dir
+from experiments.records import Record
 from experiments.tracking import track
 
 Config = dict[str, Any]

@@ -14,16 +14,13 @@ never 0 or 1; a failed cell is a record too. Every summary in the record follows
 """
 
 import os
-import socket
 import tempfile
 from collections.abc import Iterable
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-
-from experiments.hold import hold
 
 SCHEMA: Literal[1] = 1
 RECORD, REQUESTS, PASSES, CLAIM = "record.json", "requests.jsonl", "passes.jsonl", "claim"
@@ -286,6 +283,9 @@ class RequestLine(Section):
         return sum(accepted for _, accepted in self.rounds)
 
 
+Line = TypeVar("Line", bound=Section)
+
+
 def pick(tree: Any, path: str) -> Any:
     """tree["a"]["b"] for "a.b", or None where a key is missing."""
     for key in path.split("."):
@@ -344,56 +344,22 @@ def read_record(path: Path | str) -> Record:
 
 def read_requests(folder: Path | str) -> list[RequestLine]:
     """Read a cell's requests, in file order. Raises ValueError naming the line at fault."""
-    path = Path(folder) / REQUESTS
+    return read_lines(Path(folder) / REQUESTS, RequestLine, "run the cell again")
+
+
+def read_lines(path: Path, kind: type[Line], mend: str) -> list[Line]:
+    """A file of lines beside a record, in order; mend: what to do about a missing file or a bad line, in the error."""
     if not path.exists():
-        raise ValueError(f"no {REQUESTS} beside the record in {folder}; copy it there or run the cell again")
+        raise ValueError(f"no {path.name} beside the record in {path.parent}; {mend}")
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            lines.append(RequestLine.model_validate_json(text))
+            lines.append(kind.model_validate_json(text))
         except ValidationError as error:
-            raise ValueError(f"{path}:{number} is not a request line; run the cell again: {error}") from error
+            raise ValueError(f"{path}:{number} is not a {kind.__name__}; {mend}: {error}") from error
     return lines
 
 
 def find_records(root: Path | str) -> list[Path]:
     """Folders under root (itself included) that hold a record, sorted by path."""
     return sorted(path.parent for path in Path(root).rglob(RECORD))
-
-
-def claim_dir(path: Path | str, resume: bool = False, overwrite: bool = False) -> Path:
-    """Take an output folder for this process, or refuse; of several that ask at once exactly one gets it.
-
-    resume keeps what is there; overwrite deletes the records below it, so that old cells cannot mix with new ones.
-    What Hydra and a sweep put into a fresh output folder (.hydra, *.log, job.json) does not count as results.
-    Raises ValueError when the folder has results or an owner, or when both flags are set.
-    """
-    path = Path(path)
-    if resume and overwrite:
-        raise ValueError("resume and overwrite exclude each other; set one of them")
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file; choose another output folder")
-    path.mkdir(parents=True, exist_ok=True)
-    taken = any(entry.name not in (".hydra", STATUS) and entry.suffix != ".log" for entry in path.iterdir())
-    try:
-        # The marker decides, not the emptiness seen above: creation with O_EXCL is atomic, a listing is not.
-        handle = None if taken else os.open(path / CLAIM, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-    except FileExistsError:
-        taken, handle = True, None
-    if taken and not (resume or overwrite):
-        raise ValueError(
-            f"{path} already has results or another run; set resume=true to continue it, "
-            "overwrite=true to replace its records, or choose another folder"
-        )
-    if handle is not None:
-        with os.fdopen(handle, "w") as file:
-            file.write(f"{socket.gethostname()} {os.getpid()}\n")
-    if (path / CLAIM).exists():
-        hold(path / CLAIM)
-    if overwrite:
-        for folder in find_records(path):
-            for name in (RECORD, REQUESTS, PASSES):
-                (folder / name).unlink(missing_ok=True)
-        for journal in list(path.rglob(JOURNAL)):
-            journal.unlink()
-    return path

@@ -33,6 +33,7 @@ from experiments.studies.gap import verdicts_of
 
 H200 = CONF.parent / "results" / "records" / "h200"
 BASELINE = "autoregressive"
+CARDS = Path(__file__).parent / "cards"
 MODELS = ("qwen3_1p7b", "qwen3_8b", "ds_r1_llama_8b")
 OWN = {
     "card": "", "model": "qwen3_8b", "method": "aspire", "context": "90000", "answer": "1024", "batch": "max_fit",
@@ -52,11 +53,11 @@ class Card(BaseModel):
 
 
 def card_of(name: str) -> Card:
-    """Raises ValueError for a card without a file in conf/card."""
-    known = sorted(path.stem for path in (CONF / "card").glob("*.yaml"))
+    """Raises ValueError for a card without a file in experiments/cards."""
+    known = sorted(path.stem for path in CARDS.glob("*.yaml"))
     if name not in known:
         raise ValueError(f"unknown card {name!r}{nearest(name, known)}")
-    return Card(**plain(OmegaConf.load(CONF / "card" / f"{name}.yaml")))  # type: ignore[arg-type]
+    return Card(**plain(OmegaConf.load(CARDS / f"{name}.yaml")))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -266,12 +267,12 @@ def asked(own: dict[str, str], words: list[str], card: Card, method: str) -> Set
 
 def what_if(own: dict[str, str], words: list[str], cost: Cost, card: Card) -> dict[str, Any]:
     """A method beside plain decoding."""
-    plain_, method = (simulate(asked(own, words, card, name), cost, card) for name in (BASELINE, own["method"]))
-    setting = asked(own, words, card, own["method"])
+    settings = [asked(own, words, card, name) for name in (BASELINE, own["method"])]
+    plain_, method = (simulate(one, cost, card) for one in settings)
     acceptance = f"trace:{own['trace']}" if own["trace"] else f"iid({own['alpha']})"
     return {
         "evidence": "modelled", "card": card.name, "model": own["model"], "method": own["method"],
-        "acceptance": acceptance, "batch": setting.batch, "context": setting.context,
+        "acceptance": acceptance, "batch": settings[1].batch, "context": settings[1].context,
         **{key: round(value, 3) for key, value in asdict(method).items() if key != "took_s"},
         "plain_tok_s": round(plain_.tok_s, 3), "speedup": round(method.tok_s / plain_.tok_s, 3),
     }  # fmt: skip

@@ -18,7 +18,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 
 from experiments.config import first_choices
-from experiments.records import STATUS, claim_dir, find_records, read_record, write_whole
+from experiments.hold import claim_dir
+from experiments.records import STATUS, find_records, read_record, write_whole
 
 INDEX, PAGE = "index.json", "index.md"
 PENDING, RUNNING, OK, FAILED, TIMEOUT, UNFINISHED = "pending", "running", "ok", "failed", "timeout", "unfinished"

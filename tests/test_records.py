@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.hold import claim_dir
 from experiments.records import (
     RECORD,
     REQUESTS,
@@ -14,7 +15,6 @@ from experiments.records import (
     Record,
     RequestLine,
     Timing,
-    claim_dir,
     failed_record,
     find_records,
     read_record,

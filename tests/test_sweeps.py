@@ -17,8 +17,9 @@ from test_runs import ROOT, TINY, configs
 
 from experiments.check import main as check_records
 from experiments.config import CONF, register
+from experiments.hold import claim_dir
 from experiments.metrics import speedup
-from experiments.records import JOURNAL, claim_dir, find_records, read_record, read_requests, write_record
+from experiments.records import JOURNAL, find_records, read_record, read_requests, write_record
 from experiments.summary import main as summarise_folder
 from experiments.summary import over_seeds
 from experiments.sweep import plan_of
@@ -260,9 +261,7 @@ def test_a_disk_that_fills_up_keeps_what_was_finished(tmp_path: Path) -> None:
 
 def test_a_folder_in_use_is_not_resumed(tmp_path: Path) -> None:
     """Two processes may not go on with the same cell: requests would run twice."""
-    hold = (
-        f"from experiments.records import claim_dir; claim_dir({str(tmp_path / 'x')!r}); print(1, flush=True); input()"
-    )
+    hold = f"from experiments.hold import claim_dir; claim_dir({str(tmp_path / 'x')!r}); print(1, flush=True); input()"
     child = subprocess.Popen(
         [sys.executable, "-c", hold], env=surroundings(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )  # fmt: skip

@@ -11,10 +11,10 @@ from matplotlib.patches import Patch
 
 from experiments.config import CONF
 from experiments.figures import COLOURS
-from experiments.records import Record, find_records, read_record, read_requests
+from experiments.records import Record, find_records, read_lines, read_record, read_requests
 from experiments.studies.draw import HUES
 from experiments.studies.gap import CLOSED, FIXED, ORACLE, OWN, STEPPED, GapLine, Scenario, line_of, scenario_of
-from experiments.studies.traced import DASHED, Panel, Traced, draw, finished, page, read_lines, write_lines
+from experiments.studies.traced import AGAIN, DASHED, Panel, Traced, draw, finished, page, write_lines
 from experiments.tables import MARKS, NOTES, Run, caption
 
 GAP = "gap.jsonl"
@@ -57,7 +57,7 @@ class OracleGap(Traced):
         write_lines(folder / GAP, [line_of(lines, scenario) for scenario in self.scenarios()])
 
     def read(self, folder: Path) -> list[GapLine]:
-        return read_lines(folder / GAP, GapLine)
+        return read_lines(folder / GAP, GapLine, AGAIN)
 
     def columns(self, lines: Sequence[GapLine]) -> dict[str, float | None]:
         gaps = [line.gap(CLOSED, ORACLE) for line in lines]

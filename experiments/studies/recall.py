@@ -7,9 +7,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from experiments.records import read_lines
 from experiments.studies.draw import HUES
 from experiments.studies.sources import Asked, Curves, RecallLine, mean, traced
-from experiments.studies.traced import DASHED, Panel, Traced, draw, finished, page, read_lines, write_lines
+from experiments.studies.traced import AGAIN, DASHED, Panel, Traced, draw, finished, page, write_lines
 from experiments.tables import Run, caption
 
 RECALL = "recall.jsonl"
@@ -38,7 +39,7 @@ class MassRecall(Traced):
         write_lines(folder / RECALL, traced(folder, self.asked))
 
     def read(self, folder: Path) -> list[RecallLine]:
-        return read_lines(folder / RECALL, RecallLine)
+        return read_lines(folder / RECALL, RecallLine, AGAIN)
 
     def columns(self, lines: Sequence[RecallLine]) -> dict[str, float | None]:
         found = sources(mean(lines, "all"))

@@ -7,19 +7,17 @@ and `read` gives them back to the table, the figure and the verdicts.
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
 from matplotlib.axes import Axes
-from pydantic import ValidationError
 
 from experiments import figures
 from experiments.records import Record, Section, find_records, read_record
 from experiments.studies.sweep import Sweep
 from experiments.tables import Run
 
-Line = TypeVar("Line", bound=Section)
 Panel = Callable[[Axes], None]
 DASHED = (0, (2, 1))
 
@@ -71,21 +69,11 @@ def finished(rows: pd.DataFrame) -> list[tuple[str, Run, Sequence[Any]]]:
     return list(zip(own["profile"], own["cell"], own["lines"], strict=True))
 
 
+AGAIN = "run the study again with resume=true"  # what mends lines beside a record
+
+
 def write_lines(path: Path, lines: Iterable[Section]) -> None:
     path.write_text("".join(line.model_dump_json() + "\n" for line in lines), encoding="utf-8")
-
-
-def read_lines(path: Path, kind: type[Line]) -> list[Line]:
-    """A file of lines, in order. Raises ValueError naming the line at fault."""
-    if not path.exists():
-        raise ValueError(f"no {path.name} beside the record in {path.parent}; run the study again with resume=true")
-    found = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            found.append(kind.model_validate_json(text))
-        except ValidationError as error:
-            raise ValueError(f"{path}:{number} is not what this study writes; run it again: {error}") from error
-    return found
 
 
 def draw(panels: Sequence[Panel], words: str, handles: list[Any], stem: Path, column: str = "half") -> list[Path]:
