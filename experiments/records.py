@@ -350,7 +350,7 @@ def read_requests(folder: Path | str) -> list[RequestLine]:
 def read_lines(path: Path, kind: type[Line], mend: str) -> list[Line]:
     """A file of lines beside a record, in order; mend: what to do about a missing file or a bad line, in the error."""
     if not path.exists():
-        raise ValueError(f"no {path.name} beside the record in {path.parent}; {mend}")
+        raise ValueError(f"no {path.name} beside the record in {path.parent}; copy it there or {mend}")
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
