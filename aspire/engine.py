@@ -7,13 +7,13 @@ engine.generate([Request("a", prompt_ids)])
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from aspire.cache.pages import OutOfPages, PageList
 from aspire.cache.pool import KVPool
-from aspire.graphs import Flight, Landing, Launcher, masked
+from aspire.graphs import Flight, Landing, Launcher, Notice, masked
 from aspire.kernels.jit import wanted
 from aspire.kernels.noise import DRAFT_OR_TARGET, RESIDUAL
 from aspire.model.decoder import Decoder
@@ -24,7 +24,7 @@ from aspire.sampling import filter_logits, pick
 from aspire.seats import Seats
 from aspire.settings import EngineSettings
 from aspire.state import SlotState
-from aspire.step import Ahead, StepOutput, Stepper, says_any
+from aspire.step import Ahead, StepOutput, Stepper
 from aspire.verify import Verification
 
 
@@ -93,7 +93,7 @@ class Engine:
         self._candidates = 0
         self._opened_for = 0
         self._flight: Flight | None = None
-        self._end_ids: set[int] = set()
+        self._aboard = Ahead(0, 0, 0, 0)  # what was decided about the pass in flight
         self.state: SlotState
         self.stepper: Stepper
         self.launcher: Launcher
@@ -157,13 +157,13 @@ class Engine:
     @property
     def graph_misses(self) -> int:
         """Passes that had to wait for their capture."""
-        opened = self._opened_for > 0
-        return self.launcher.graphs.misses if opened and self.launcher.graphs else 0
+        return self.launcher.graphs.misses if self._opened_for and self.launcher.graphs else 0
 
     def step(self) -> list[Request]:
         """Fill empty slots, run one pass, retire what finished; returns the finished requests.
 
-        On a GPU the next pass is launched before this one's tokens are handed out, unless a request ends with them.
+        On a GPU the next pass is launched while this one runs, if it may be. A request that then turns out to have
+        ended has a row in the next pass all the same, of which nothing is kept.
         """
         finished: list[Request] = []
         if self._flight is None:
@@ -174,38 +174,36 @@ class Engine:
             self._launch(self.stepper.look(self.state))
         flight, self._flight = self._flight, None
         assert flight is not None
-        ahead = self._may_go_on()  # asked while the device works
+        if self._may_go_on():
+            self._launch(Ahead(*self.launcher.hear(flight)))
         landing = self.launcher.land(flight)
-        if ahead and not says_any(landing.report, self._end_ids):
-            self._launch(Ahead.read(landing.report))
-        out = StepOutput.read(landing.report)
+        out = StepOutput.read(landing.report, self.seats.taken())
         committed = sum(self._commit(out, finished))
         self.passes.append(self._record(out, committed, landing))
+        if not any(self.seats):
+            self._drop_flight()
         return finished
 
     def _launch(self, ahead: Ahead) -> None:
-        shape = ahead.shape
-        if self.launcher.on_gpu:
-            shape = self.stepper.padded(shape, self.settings.slots)
-        self._flight = self.launcher.launch(shape, ahead.tokens)
+        shape = self.stepper.padded(ahead.shape, self.settings.slots) if self.launcher.on_gpu else ahead.shape
+        self._flight, self._aboard = self.launcher.launch(shape, ahead.tokens), ahead
 
     def _may_go_on(self) -> bool:
         """Whether the pass after the one in flight may start before that one's tokens are handed out.
 
-        No request may have ended by then (but for an end id, which the report shows), no slot may stand empty while a
-        request waits, and every slot must have pages for whatever the pass in flight commits and a round more.
+        No request in it may have ended since it was launched, none may reach its last token with it, no slot may stand
+        empty while a request waits, and every slot must have pages for whatever it commits and a round more.
         """
-        if not self.launcher.on_gpu or self.settings.poison or (self.waiting and not all(self.seats)):
+        unfit = not self.launcher.on_gpu or self.settings.poison or (self.waiting and not all(self.seats))
+        if unfit or self._aboard.active != len(self.seats.taken()):
             return False
-        most = self.longest + 1
-        self._end_ids = set()
+        most = self.longest + 1 if self._aboard.verifying else 0
         for slot, seat in enumerate(self.seats):
             if seat is None:
                 continue
             request, held = seat.request, len(seat.pages.pages)
-            if request.stop or len(request.output_ids) + most >= request.max_new_tokens:
+            if len(request.output_ids) + most >= request.max_new_tokens:
                 return False
-            self._end_ids.update(request.end_ids)
             needed = request.length + most + self.longest
             if needed > held * self.pool.page_size and not self.seats.run_ahead(slot, self.state.page_table, needed):
                 return False
@@ -268,19 +266,21 @@ class Engine:
     def close(self) -> None:
         """Drop what still runs or waits and give its pages back; requests keep what they have committed."""
         self.waiting.clear()
+        self._drop_flight()
+        for slot in self.seats.by_age():
+            self._empty(slot)
+
+    def _drop_flight(self) -> None:
         if self._flight is not None:
             self.launcher.land(self._flight)
             self._flight = None
-        for slot in self.seats.by_age():
-            self._empty(slot)
 
     def _expect_pages_later(self, request: Request) -> None:
         if any(self.seats):
             return
-        free, pages = self.pool.allocator.free_pages, self.pool.pages
         raise ValueError(
-            f"request {request.id} does not fit: {free} of {pages} pages are free, the others hold prefilled prompts; "
-            f"raise engine.pages or release prompts"
+            f"request {request.id} does not fit: {self.pool.allocator.free_pages} of {self.pool.pages} pages are free, "
+            f"the others hold prefilled prompts; raise engine.pages or release prompts"
         )
 
     def _open(self) -> None:
@@ -293,7 +293,9 @@ class Engine:
         self._opened_for = self._candidates
         spec, selection, s = self.model.spec, self.method.selection, self.settings
         longest = s.max_len + self.longest
-        self.stepper = stepper = Stepper(self.model, self.pool, self.method, self.verification, self._candidates)
+        notice = Notice(len(fields(Ahead)), s.device)
+        policies = self.method, self.verification
+        self.stepper = stepper = Stepper(self.model, self.pool, *policies, self._candidates, notice.post)
         self.state = state = SlotState.empty(
             s.slots, -(-longest // s.page_size), self.longest, selection.scopes(spec.layers, spec.kv_heads),
             selection.capacity(longest), selection.block,
@@ -302,7 +304,7 @@ class Engine:
         captures = wanted(state.length) if s.graphs is None else s.graphs  # the torch twins wait for the device
         self.launcher = Launcher(
             lambda shape: stepper.step(state, shape), lambda: masked(state.active, state.verify), s.device, captures,
-            self.clock,
+            self.clock, notice,
         )  # fmt: skip
 
     def _admit(self, slot: int, request: Request, prompt: Prompt | None) -> None:

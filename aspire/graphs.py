@@ -1,6 +1,7 @@
 """How is a whole step launched at once, and when does the host hear of it?
 
-As a CUDA graph, captured once for each shape of pass and replayed ever after.
+As a CUDA graph, captured once for each shape of pass and replayed ever after. The host hears of the next pass while
+this one still runs, and of what this one did once it has ended.
 
 A step reads and writes fixed tensors, and its shapes follow from `Shape` alone, so a captured one stays right whatever
 the slots hold. A shape that comes up unprepared is captured on the spot; such misses are counted, since they cost time.
@@ -89,18 +90,45 @@ class Landing:
     seconds: float
 
 
+class Notice:
+    """A few numbers that a pass leaves for the host while it runs; on a CPU, whose passes block, nobody reads them."""
+
+    def __init__(self, numbers: int, device: str) -> None:
+        on_gpu = device.startswith("cuda")
+        self._numbers = torch.zeros(numbers, dtype=torch.int64, pin_memory=on_gpu)
+        self._posted = torch.zeros(1, dtype=torch.int64, pin_memory=on_gpu)
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
+        self._flag = self._posted.numpy()
+
+    def post(self, numbers: Tensor) -> None:
+        """Part of a step. Copies of one stream arrive in order, the flag last."""
+        self._numbers.copy_(numbers, non_blocking=True)
+        self._posted.copy_(self._one, non_blocking=True)
+
+    def take_down(self) -> None:
+        """The next pass will post another; none may be on its way."""
+        self._flag[0] = 0
+
+    def read(self, over: Callable[[], bool]) -> list[int]:
+        """Wait until it is posted; over: whether the pass has ended, which raises what went wrong on the device."""
+        while not self._flag[0] and not over():
+            pass
+        return [int(number) for number in self._numbers]
+
+
 class Launcher:
-    """Launches passes and brings their reports to the host. One at most is in flight when the next is launched."""
+    """Launches passes and brings their reports to the host. Two at most are in flight."""
 
     def __init__(
         self, run: Callable[[Any], Tensor], idle: Callable[[], Any], device: str, captures: bool,
-        clock: Callable[[], float],
+        clock: Callable[[], float], notice: Notice,
     ) -> None:  # fmt: skip
-        """run and idle as in `Graphs`; captures: whether passes are captured (a GPU only)."""
-        self.on_gpu, self.clock = device.startswith("cuda"), clock
+        """run and idle as in `Graphs`; captures: whether passes are captured (a GPU only); each posts the notice."""
+        self.on_gpu, self.clock, self.notice = device.startswith("cuda"), clock, notice
         self.graphs = Graphs(run, idle) if captures else None
         self.run = self.graphs or run
-        self._pinned: dict[torch.Size, Tensor] = {}
+        self._pinned: dict[tuple[torch.Size, int], Tensor] = {}
+        self._turn = 0
 
     def launch(self, shape: Hashable, tokens: int) -> Flight:
         """Start a pass; on a GPU this returns before it has run."""
@@ -111,13 +139,21 @@ class Launcher:
         if self.graphs and shape not in self.graphs.captured:
             self.graphs.misses += 1
             self.graphs.capture(shape)
+        self.notice.take_down()
         begin.record()
         report = self.run(shape)
-        if report.shape not in self._pinned:
-            self._pinned[report.shape] = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
-        host = self._pinned[report.shape].copy_(report, non_blocking=True)
+        self._turn ^= 1  # the report of the pass before may not have been read yet
+        place = report.shape, self._turn
+        if place not in self._pinned:
+            self._pinned[place] = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+        host = self._pinned[place].copy_(report, non_blocking=True)
         end.record()
         return Flight(host, tokens, started, (begin, end))
+
+    def hear(self, flight: Flight) -> list[int]:
+        """What the last pass launched says of the next, at the latest when it ends; on a GPU."""
+        assert flight.events is not None
+        return self.notice.read(flight.events[1].query)
 
     def land(self, flight: Flight) -> Landing:
         """Wait for a pass."""

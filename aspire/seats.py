@@ -36,6 +36,9 @@ class Seats(list[Seat | None]):
         self[slot] = Seat(request, pages, self._admitted, prompt)
         self._admitted += 1
 
+    def taken(self) -> set[int]:
+        return {slot for slot, seat in enumerate(self) if seat is not None}
+
     def by_age(self) -> list[int]:
         """Occupied slots, the longest admitted first."""
         return [slot for _, slot in sorted((seat.order, slot) for slot, seat in enumerate(self) if seat)]

@@ -5,6 +5,7 @@ Nothing here looks at a request: the step reads and writes `SlotState` and the p
 `_commit`, alone.
 """
 
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ from aspire.kernels.blocks import count_below
 from aspire.kernels.drafts import keep_drafts
 from aspire.kernels.jit import power_of_2
 from aspire.kernels.noise import DRAFT_OR_TARGET
-from aspire.kernels.report import ACCEPTED, DRAFTED, TOKENS, VERIFIED, report
+from aspire.kernels.report import ACCEPTED, DRAFTED, TOKENS, VERIFIED, coming, report
 from aspire.model.decoder import Decoder
 from aspire.policies.method import Method
 from aspire.policies.selection import Selected
@@ -46,11 +47,6 @@ class Ahead:
     verifying: int
     active: int
 
-    @classmethod
-    def read(cls, report: np.ndarray) -> "Ahead":
-        """From the last row of a report."""
-        return cls(*report[-1, :4].tolist())
-
     @property
     def shape(self) -> Shape:
         kind = "draft" if not self.verifying else "verify" if self.verifying == self.active else "mixed"
@@ -72,15 +68,17 @@ class StepOutput:
     kv_tokens: float
 
     @classmethod
-    def read(cls, report: np.ndarray) -> "StepOutput":
-        """From the rows of a report, see `Stepper._report`."""
+    def read(cls, report: np.ndarray, taken: Container[int] | None = None) -> "StepOutput":
+        """From the lines of a report, see kernels/report.py; taken: the slots to read, None = all."""
         *lines, last = report.tolist()
-        rows = [(slot, line) for slot, line in enumerate(lines) if line[VERIFIED] >= 0]
+        rows = [
+            (slot, line) for slot, line in enumerate(lines) if line[VERIFIED] >= 0 and (taken is None or slot in taken)
+        ]
         return cls(
             [slot for slot, _ in rows], [line[VERIFIED] == 1 for _, line in rows], [line[DRAFTED] for _, line in rows],
             [line[ACCEPTED] for _, line in rows],
             [line[TOKENS : TOKENS + 1 + line[ACCEPTED]] if line[VERIFIED] else [] for _, line in rows],
-            last[4] / 64,
+            last[0] / 64,
         )  # fmt: skip
 
 
@@ -88,10 +86,15 @@ class Stepper:
     """One step after another over one batch; holds what a run fixes."""
 
     def __init__(
-        self, model: Decoder, pool: KVPool, method: Method, verification: Verification, candidates: int
-    ) -> None:
-        """candidates: entries of a filtered distribution, see sampling.py."""
+        self, model: Decoder, pool: KVPool, method: Method, verification: Verification, candidates: int,
+        announce: Callable[[Tensor], None] = lambda ahead: None,
+    ) -> None:  # fmt: skip
+        """candidates: entries of a filtered distribution, see sampling.py.
+
+        announce: is given the fields of `Ahead` [4] int64, on the device, as soon as the next pass is decided.
+        """
         method.check(model.spec.layers)
+        self.announce = announce
         self.model, self.pool, self.method = model, pool, method
         self.verification, self.candidates = verification, candidates
         # Rejection must not draw a position twice with the same noise: after a refusal it is drafted anew, from a
@@ -106,37 +109,50 @@ class Stepper:
         plan = Plan.of(
             state, state.verify, self.pool.page_size, shape.tokens, shape.widest, self.fresh, self.dense_share
         )
-        drafted, verdict = state.drafted.clone(), None
-        hidden, probe = self._forward(plan, state, shape.kind)
+        drafted, verdict, device = state.drafted.clone(), None, state.drafted.device
         state.drafted.add_(plan.draft)
-        ahead = shape.kind == "draft" and not self.method.speculation.reads_drafts
-        if ahead:  # the next pass follows from counts: it is decided while the tokens are sampled
-            with beside(hidden.device):
-                self._look_ahead(plan, state, probe, shape.kind)
+        early = self._follows_from_counts(shape.kind)
+        if early:
+            with beside(device):
+                self._decide_next(state)
+        hidden, probe = self._forward(plan, state, shape.kind)
+        if shape.kind == "draft":  # nothing is committed: the selection is made while the tokens are sampled
+            with beside(device):
+                self._refresh(plan, state, probe, shape.kind)
         target, picks = self._filter(plan, state, self.model.logits(hidden))
+        if early or shape.kind == "draft":
+            rejoin(device)
         if shape.kind != "verify":
             self._append_drafts(plan, state, drafted, target, picks)
         if shape.kind != "draft":
             verdict = self._verify(plan, state, drafted, target, picks)
             self._commit(plan, state, verdict)
-        if ahead:
-            rejoin(hidden.device)
-        else:
-            self._look_ahead(plan, state, probe, shape.kind)
-        return self._report(plan, state, drafted, verdict)
+        if not early:
+            self._decide_next(state)
+        if shape.kind != "draft":
+            self._refresh(plan, state, probe, shape.kind)
+        return self._report(plan, drafted, verdict)
 
     @torch.no_grad()
     def decide(self, state: SlotState) -> None:
         """Who verifies in the next pass."""
         state.verify.copy_(self.method.speculation.decide(state) & state.active)
 
+    def _decide_next(self, state: SlotState) -> None:
+        """Decide, and say so at once: the host launches the next pass while this one still runs."""
+        self.decide(state)
+        self.announce(coming(state.active, state.verify, state.drafted))
+
+    def _follows_from_counts(self, kind: str) -> bool:
+        """Whether the next pass can be decided before this one has run: when it drafts, or when nobody ever does."""
+        speculation = self.method.speculation
+        return not speculation.longest or (kind == "draft" and not speculation.reads_drafts)
+
     @torch.no_grad()
     def look(self, state: SlotState) -> Ahead:
         """The next pass, decided anew after the host has changed a slot; waits for the device."""
         self.decide(state)
-        width = torch.where(state.active, torch.where(state.verify, state.drafted + 1, 1), 0)
-        fields = torch.stack([width.sum(), width.max(), state.verify.sum(), state.active.sum()])
-        return Ahead(*fields.tolist())
+        return Ahead(*coming(state.active, state.verify, state.drafted).tolist())
 
     def padded(self, shape: Shape, slots: int) -> Shape:
         """The shape a GPU pass is launched with: few shapes, so that a captured pass fits most of them.
@@ -245,11 +261,6 @@ class Stepper:
         kept = count_below(state.blocks, state.block_count, tail // block)
         state.block_count.copy_(torch.where(verified, kept, state.block_count))
 
-    def _look_ahead(self, plan: Plan, state: SlotState, probe: ScoreProbe | None, kind: str) -> None:
-        """What the next pass reads, and who verifies in it."""
-        self._refresh(plan, state, probe, kind)
-        self.decide(state)
-
     def _refresh(self, plan: Plan, state: SlotState, probe: ScoreProbe | None, kind: str) -> None:
         """Recompute the selection of the rows whose turn it is, for the length after this step."""
         due = self._due(plan, kind)
@@ -259,21 +270,9 @@ class Stepper:
         seen, length = plan.feed.position + 1, state.length + state.drafted
         write_selection(state, due, self.method.selection.select(scores, seen, length))
 
-    def _report(self, plan: Plan, state: SlotState, drafted: Tensor, verdict: Verdict | None) -> Tensor:
+    def _report(self, plan: Plan, drafted: Tensor, verdict: Verdict | None) -> Tensor:
         accepted, tokens = (None, None) if verdict is None else (verdict.accepted, verdict.tokens)
-        return report(
-            plan.feed.width, plan.verify, drafted, accepted, tokens, plan.feed.kv, state.active, state.verify,
-            state.drafted,
-        )  # fmt: skip
-
-
-def says_any(report: np.ndarray, ids: set[int]) -> bool:
-    """Whether a report commits one of these tokens."""
-    if not ids:
-        return False
-    lines = report[:-1]
-    said = (np.arange(lines.shape[1] - TOKENS) <= lines[:, ACCEPTED, None]) & (lines[:, VERIFIED, None] == 1)
-    return bool(np.isin(lines[:, TOKENS:][said], list(ids)).any())
+        return report(plan.feed.width, plan.verify, drafted, accepted, tokens, plan.feed.kv)
 
 
 def write_selection(state: SlotState, due: Tensor, chosen: Selected) -> None:

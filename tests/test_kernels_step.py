@@ -10,7 +10,7 @@ from aspire.kernels import report as reporting
 from aspire.kernels.drafts import keep_drafts_torch, keep_drafts_triton
 from aspire.kernels.feed import feed_torch, feed_triton
 from aspire.kernels.jit import triton
-from aspire.kernels.report import report_torch, report_triton
+from aspire.kernels.report import coming_torch, coming_triton, report_torch, report_triton
 
 DEVICE, NAN = "cuda" if torch.cuda.is_available() else "cpu", float("nan")
 needs_triton = pytest.mark.skipif(triton is None, reason="no Triton here")
@@ -49,13 +49,21 @@ def test_report(rows: int, wide: int) -> None:
     def ints(high: int, *shape: int) -> Tensor:
         return torch.randint(0, high, shape, generator=rng).to(DEVICE)
 
-    width, active = ints(3, rows), flags()
+    width = ints(3, rows)
     verdict = (ints(wide, rows), ints(97, rows, wide)) if wide else (None, None)
     kv = torch.rand(rows, generator=rng).to(DEVICE) * 1e5
-    fields = (width, flags() & (width > 0), ints(9, rows), *verdict, kv, active, flags() & active, ints(9, rows))
+    fields = (width, flags() & (width > 0), ints(9, rows), *verdict, kv)
     ours, twin = report_triton(*fields), report_torch(*fields)
-    ours[-1, 5:] = twin[-1, 5:] = 0  # of no meaning
-    assert ours.shape == (rows + 1, 3 + max(wide, 2)) and torch.equal(ours, twin)
+    assert ours.shape == (rows + 1, 3 + wide) and torch.equal(ours, twin)
+    active = flags()
+    fields = (active, flags() & active, ints(9, rows))
+    assert torch.equal(coming_triton(*fields), coming_torch(*fields))
+
+
+def test_coming_counts_the_tokens_of_the_next_pass() -> None:
+    """Slots: one drafts, one verifies 3 drafts, one is empty whatever its number of drafts says."""
+    active, verify = torch.tensor([[1, 1, 0], [0, 1, 0]]).bool()
+    assert coming_torch(active, verify, torch.tensor([2, 3, 9])).tolist() == [5, 4, 1, 2]
 
 
 def fed_by_hand(
