@@ -77,6 +77,7 @@ class Engine:
         self.verification = verification or Verification()
         self.method.check(model.spec.layers)
         self.longest = self.method.speculation.longest
+        self.rounds_in_step = self.method.speculation.lockstep and self.longest > 0
         self.pool = pool or make_pool(model, settings, self.longest)
         for name, mine, theirs in (
             ("page_size", settings.page_size, self.pool.page_size),
@@ -163,7 +164,8 @@ class Engine:
         """Fill empty slots, run one pass, retire what finished; returns the finished requests.
 
         On a GPU the next pass is launched while this one runs, if it may be. A request that then turns out to have
-        ended has a row in the next pass all the same, of which nothing is kept.
+        ended has a row in the next pass all the same, of which nothing is kept. In lockstep that pass begins a round,
+        for whose length the slot would stay empty: there the tokens of a verification are looked at first.
         """
         finished: list[Request] = []
         if self._flight is None:
@@ -174,11 +176,14 @@ class Engine:
             self._launch(self.stepper.look(self.state))
         flight, self._flight = self._flight, None
         assert flight is not None
-        if self._may_go_on():
+        going, looks = self._may_go_on(), bool(self.rounds_in_step and self._aboard.verifying)
+        if going and not looks:
             self._launch(Ahead(*self.launcher.hear(flight)))
         landing = self.launcher.land(flight)
         out = StepOutput.read(landing.report, self.seats.taken())
         committed = sum(self._commit(out, finished))
+        if going and looks and not finished:
+            self._launch(Ahead(*self.launcher.hear(flight)))
         self.passes.append(self._record(out, committed, landing))
         if not any(self.seats):
             self._drop_flight()
@@ -191,13 +196,14 @@ class Engine:
     def _may_go_on(self) -> bool:
         """Whether the pass after the one in flight may start before that one's tokens are handed out.
 
-        No request in it may have ended since it was launched, none may reach its last token with it, no slot may stand
-        empty while a request waits, and every slot must have pages for whatever it commits and a round more.
+        No request in it may have ended since it was launched or reach its last token with it, no one may wait who could
+        join, and every slot must have pages for whatever it commits and a round more.
         """
-        unfit = not self.launcher.on_gpu or self.settings.poison or (self.waiting and not all(self.seats))
-        if unfit or self._aboard.active != len(self.seats.taken()):
+        verifying, taken = self._aboard.verifying, self.seats.taken()
+        joins = self.waiting and not all(self.seats) and not (self.rounds_in_step and not verifying)
+        if not self.launcher.on_gpu or self.settings.poison or joins or self._aboard.active != len(taken):
             return False
-        most = self.longest + 1 if self._aboard.verifying else 0
+        most = self.longest + 1 if verifying else 0
         for slot, seat in enumerate(self.seats):
             if seat is None:
                 continue
@@ -322,7 +328,7 @@ class Engine:
             self.pool.release(pages)
             return
         self.seats.take(slot, request, pages, shared)
-        self._seat_state(slot, request)
+        self.state.occupy(slot, request)
         self.seats.map_pages(slot, self.state.page_table, 0)
         if self.longest and self.method.refresh.due("prefill"):
             self._select_from_prompt(slot, prompt, request.length)
@@ -338,14 +344,6 @@ class Engine:
         dist = filter_logits(prompt.logits[None], temperature, top_k, top_p, self._candidates)
         purpose = RESIDUAL if self.verification.mode == "rejection" else DRAFT_OR_TARGET
         return int(pick(dist, seed, position, purpose))
-
-    def _seat_state(self, slot: int, request: Request) -> None:
-        state, s = self.state, request.sampling
-        state.active[slot] = True
-        state.length[slot], state.last_token[slot] = request.length, request.output_ids[-1]
-        state.room[slot] = request.max_new_tokens - len(request.output_ids)
-        state.seed[slot], state.temperature[slot] = s.seed, s.temperature
-        state.top_k[slot], state.top_p[slot] = s.top_k, s.top_p
 
     def _select_from_prompt(self, slot: int, prompt: Prompt, length: int) -> None:
         selection, state = self.method.selection, self.state
@@ -391,7 +389,7 @@ class Engine:
         assert seat is not None
         self.pool.release(seat.pages)
         self.seats[slot] = None
-        self.state.clear(slot)
+        self.state.vacate(slot)
 
     def _record(self, out: StepOutput, committed: int, landing: Landing) -> PassRecord:
         letters = ["."] * self.settings.slots

@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from aspire.request import Request
+
 
 @dataclass
 class SlotState:
@@ -81,8 +83,19 @@ class SlotState:
             if mine is not theirs and isinstance(mine, Tensor):
                 mine.copy_(theirs)
 
-    def clear(self, slot: int) -> None:
-        """Forget the request of a slot: no draft, no selection, no estimate may outlive it."""
+    def vacate(self, slot: int) -> None:
+        """The slot has no request and no row in a pass. What else it holds is cleared when it is taken again."""
+        for flag_or_count in (self.active, self.verify, self.length, self.drafted):
+            flag_or_count[slot] = 0
+
+    def occupy(self, slot: int, request: Request) -> None:
+        """The slot has a new request; no draft, no selection, no estimate of another may outlive it."""
         for f in fields(self):
             if isinstance(value := getattr(self, f.name), Tensor):
                 value.select(self.slot_dim(f.name), slot).zero_()
+        s = request.sampling
+        self.active[slot] = True
+        self.length[slot], self.last_token[slot] = request.length, request.output_ids[-1]
+        self.room[slot] = request.max_new_tokens - len(request.output_ids)
+        self.seed[slot], self.temperature[slot] = s.seed, s.temperature
+        self.top_k[slot], self.top_p[slot] = s.top_k, s.top_p

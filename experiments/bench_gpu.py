@@ -77,8 +77,8 @@ HETERO = [
     Bench("qwen3_1p7b", 12, 90000, (BASELINE, "aspire"), UNEVEN, fixed=tuple(range(1, 13)), window=2 * WINDOW),
 ]
 REAL = (
-    "model.weights=real", "model.dtype=bfloat16", "protocol.prompt_kv=prefill", "benchmark=pystdlib",
-    "benchmark.source.prompt_tokens=7000", "benchmark.source.requests=64", "benchmark.max_new_tokens=512",
+    "model.weights=real", "model.dtype=bfloat16", "protocol.prompt_kv=prefill", "benchmark=pystdlib_7k",
+    "benchmark.source.requests=64", "benchmark.max_new_tokens=512",
 )  # fmt: skip
 TEXT = [Bench("smollm2_135m", batch, 7000, METHODS, REAL, window=2 * WINDOW) for batch in (64, "max_fit")]
 SUITES = {"autoregressive": YARDSTICKS, "shapes": PAPER, "hetero": HETERO, "smollm2": TEXT}

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from aspire.request import Request
 from experiments import journal
 from experiments.config import MAX_FIT
 from experiments.environment import copy_tb_s, device_name, synchronise
-from experiments.gate import force, judge, parting
+from experiments.gate import Forced, force, judge, parting
 from experiments.grading import grade
 from experiments.journal import Finished
 from experiments.layout import lay_out, make_method, resolve
@@ -317,32 +318,42 @@ def fill(engine: Engine, session: Session, supply: Iterator[int], requests: list
         engine.fill_slots()
 
 
-def hold_to_full_attention(entries: list[Entry], session: Session, texts: int) -> None:
-    """The near-tie gate over the first texts of each method, beside those of plain decoding where it ran.
+def hold_to_full_attention(entries: list[Entry], session: Session, count: int) -> None:
+    """The near-tie gate over the first `count` texts of each method, beside those of plain decoding where it ran.
 
-    As many texts at a time as the smallest batch has slots: the pool has room for no more answers.
+    The texts of all methods are fed together, for a pass is as slow with few rows, but as many at a time as the
+    smallest batch has slots: the pool has room for no more answers.
     """
-    plain = next((e for e in entries if e.method and not e.method.speculation.longest and e.windows), None)
-    count, room = min(texts, len(session.items)), min(session.layout.batches)
+    ran = [entry for entry in entries if entry.error is None and entry.windows]
+    plain = next((e for e in ran if e.method and not e.method.speculation.longest), None)
+    said = {id(entry): entry.windows[0].requests[: min(count, len(session.items))] for entry in ran}
+    asked: list[tuple[Entry, int, Request, Request]] = []
+    for entry in ran:
+        pairs = enumerate(zip(said[id(entry)], said[id(plain or entry)]))
+        asked += [(entry, i, *pair) for i, pair in pairs if all(r.output_ids for r in pair)]
+    width = max([2, *(e.method.speculation.longest + 1 for e in ran if e.method)])
+
+    @cache
+    def forced() -> list[Forced]:
+        found, room = list[Forced](), min(session.layout.batches)
+        for part in (asked[start : start + room] for start in range(0, len(asked), room)):
+            _, numbers, own, other = zip(*part)
+            prompts = [session.prompts[i] for i in numbers]
+            texts, twins = ([r.output_ids for r in requests] for requests in (own, other))
+            found += force(session.model, session.pool, prompts, texts, width, twins)
+        return found
 
     def hold(entry: Entry) -> None:
-        assert entry.method is not None
-        said, other = (e.windows[0].requests[:count] for e in (entry, plain or entry))
-        asked = [i for i, pair in enumerate(zip(said, other)) if all(r.output_ids for r in pair)]
-        width, forced = max(entry.method.speculation.longest + 1, 2), []
-        for start in range(0, len(asked), room):
-            part = asked[start : start + room]
-            texts, twins = ([requests[i].output_ids for i in part] for requests in (said, other))
-            forced += force(session.model, session.pool, [session.prompts[i] for i in part], texts, width, twins)
-        entry.gate = judge(forced)
-        for i, each in zip(asked, forced, strict=True):
-            at = parting(said[i].output_ids, other[i].output_ids)
+        mine = [(i, own, other, each) for (e, i, own, other), each in zip(asked, forced(), strict=True) if e is entry]
+        entry.gate = judge([each for *_, each in mine])
+        for _, own, other, each in mine:
+            at = parting(own.output_ids, other.output_ids)
             if at is not None and each.plain_gap is not None:
-                entry.partings[said[i].id] = Parting(at=at, gap=each.plain_gap)
+                entry.partings[own.id] = Parting(at=at, gap=each.plain_gap)
         if not entry.gate.passed:
             raise ValueError(f"texts are not those of full attention: {entry.gate.as_record()}")
 
-    for entry in entries:
+    for entry in ran:
         attempt(entry, lambda entry=entry: hold(entry))
 
 

@@ -86,8 +86,8 @@ class Teacher:
             table[row, : len(owned.pages)] = torch.tensor(owned.pages)
         self.table = table.to(self.device)
 
-    def logits(self, ids: list[list[int]], position: list[int]) -> list[Tensor]:
-        """Feed ids of each row from its position on, and keep their keys: logits of every token, fp32 [n, V] a row."""
+    def logits(self, ids: list[list[int]], position: list[int]) -> Tensor:
+        """Feed ids of each row from its position on, and keep their keys: logits of all tokens in turn, fp32 [T, V]."""
         width = torch.tensor([len(x) for x in ids], device=self.device)
         first = torch.tensor(position, device=self.device)
         start, page = width.cumsum(0) - width, self.pool.page_size
@@ -97,15 +97,7 @@ class Teacher:
         entries = self.table[row, at // page] * page + at % page
         tokens = torch.tensor([token for x in ids for token in x], device=self.device)
         hidden = self.model(tokens, at, MixedAttention(self.pool, entries, lambda layer: [rows]))
-        return list(self.model.logits(hidden).float().split(width.tolist()))
-
-
-def compare(chunk: list[Tensor], singles: list[Tensor], seen: list[float]) -> list[float]:
-    """The noise of each row so far: the largest difference of a logit, a row of no tokens aside."""
-    return [
-        max(before, float((a - b).abs().max())) if len(a) else before
-        for a, b, before in zip(chunk, singles, seen, strict=True)
-    ]
+        return self.model.logits(hidden).float()
 
 
 @torch.no_grad()
@@ -138,27 +130,31 @@ def _force(
     plain_gaps: list[float | None] = [None for _ in texts]
     noise = [0.0 for _ in texts]
 
-    def look(row: int, logits: Tensor) -> None:
-        index, best = len(gaps[row]), logits.max()
-        gaps[row].append(float(best - logits[texts[row][index]]))
-        if index == parts[row]:
-            plain_gaps[row] = float(best - logits[plain[row][index]])
+    def look(rows: list[int], logits: Tensor) -> None:
+        """Logits of the next token of each of some rows; the device is asked once."""
+        at = [len(gaps[row]) for row in rows]
+        said = [texts[row][i] for row, i in zip(rows, at)]
+        others = [plain[row][i] if i == parts[row] else token for row, i, token in zip(rows, at, said)]
+        tokens = torch.tensor([said, others], device=logits.device)
+        for row, i, gap, other in zip(rows, at, *(logits.amax(1) - logits.gather(1, tokens.T).T).tolist()):
+            gaps[row].append(gap)
+            if i == parts[row]:
+                plain_gaps[row] = other
 
-    for row, prompt in enumerate(kept):
-        look(row, prompt.logits.float())
+    look([*range(len(kept))], torch.stack([prompt.logits for prompt in kept]).float())
     for begin in range(0, max(map(len, texts)) - 1, width):
         chunks = [text[:-1][begin : begin + width] for text in texts]
         position = [prompt.length + begin for prompt in kept]
-        singles: list[list[Tensor]] = [[] for _ in texts]
+        singles, order = list[Tensor](), list[tuple[int, int]]()
         for i in range(max(map(len, chunks))):
-            step = teacher.logits([x[i : i + 1] for x in chunks], [p + i for p in position])
-            for row, logits in enumerate(step):
-                singles[row] += list(logits)
-                for each in logits:
-                    look(row, each)
+            rows = [row for row, chunk in enumerate(chunks) if i < len(chunk)]
+            singles.append(teacher.logits([x[i : i + 1] for x in chunks], [p + i for p in position]))
+            look(rows, singles[-1])
+            order += [(row, i) for row in rows]
         together = teacher.logits(chunks, position)
-        alone = [torch.stack(x) if x else together[row] for row, x in enumerate(singles)]
-        noise = compare(together, alone, noise)
+        alone = torch.cat(singles)[sorted(range(len(order)), key=order.__getitem__)]
+        for (row, _), differs in zip(sorted(order), (together - alone).abs().amax(1).tolist()):
+            noise[row] = max(noise[row], differs)
     return [Forced(*each) for each in zip(gaps, noise, plain_gaps, strict=True)]
 
 

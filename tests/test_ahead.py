@@ -50,7 +50,7 @@ class Hasty(Launcher):
         return flight
 
     def hear(self, flight: Flight) -> list[int]:
-        assert flight is self.aloft[-1]
+        assert flight is (self.aloft or [flight])[-1]
         return self.notice.read(lambda: False)
 
     def land(self, flight: Flight) -> Any:
@@ -71,9 +71,13 @@ def hasty(method: Method, slots: int) -> Engine:
 
 @pytest.mark.parametrize(**EVERY_METHOD)
 def test_requests_that_end_unforeseen(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids and pages are those of an engine that waits, and an ended request leaves no trace in what is counted."""
+    """Ids and pages are those of an engine that waits, and an ended request leaves no trace in what is counted.
+
+    In lockstep nobody ends unseen, and no slot stays empty for a round for it: the passes are as many.
+    """
     make: Callable[[], Any] = lambda: requests(prompts(9, seed=4), WARM, 44, end_ids=ENDS)  # noqa: E731
-    plain = run("llama", method, make(), slots=3)
+    waiting, plain = engine_for("llama", method, 3), make()
+    waiting.generate(plain)
     monkeypatch.setattr("aspire.engine.Launcher", Hasty)
     engine, batch = hasty(method, 3), make()
     free, ahead, ghosts = engine.pool.allocator.free_pages, 0, 0
@@ -86,7 +90,11 @@ def test_requests_that_end_unforeseen(method: Method, monkeypatch: pytest.Monkey
     step_through(engine, batch, look)
     assert ids(batch) == ids(plain) and [r.finish_reason for r in batch] == [r.finish_reason for r in plain]
     assert {r.finish_reason for r in batch} == {"stop", "length"}
-    assert ahead > 5 and ghosts > 0 and not engine.launcher.aloft
+    assert ahead > 5 and not engine.launcher.aloft
+    if method.speculation.lockstep and method.speculation.longest:
+        assert ghosts == 0 and len(engine.passes) == len(waiting.passes)
+    else:
+        assert ghosts > 0 and len(engine.passes) <= len(waiting.passes) + ghosts
     assert engine.pool.allocator.free_pages == free and engine._flight is None
     committed = sum(p.committed for p in engine.passes)
     assert committed == sum(len(r.output_ids) - 1 for r in batch)

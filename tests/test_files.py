@@ -144,8 +144,8 @@ def test_every_benchmark_reads_the_files_of_its_repository(tokenizer, tmp_path, 
 
 
 def test_every_conf_file_is_known_and_short_ones_build():
-    """conf/benchmark holds the files above and the three that come with the project."""
-    assert sorted([*STANDINS, "pystdlib", "arithmetic", "shapes"]) == choices("benchmark")
+    """conf/benchmark holds the files above and those that come with the project."""
+    assert sorted([*STANDINS, "pystdlib", "pystdlib_7k", "arithmetic", "shapes"]) == choices("benchmark")
     for name in choices("benchmark"):
         config = config_of(f"benchmark={name}")
         assert config["benchmark"]["name"] == name and make_source(config)
