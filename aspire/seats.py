@@ -47,8 +47,10 @@ class Seats(list[Seat | None]):
         """Tell the device which pages a slot has, from logical page `first` on."""
         seat = self[slot]
         assert seat is not None
-        new = torch.tensor(seat.pages.pages[first:], dtype=torch.int64, device=page_table.device)
-        page_table[slot, first : first + len(new)] = new
+        new = torch.tensor(seat.pages.pages[first:], dtype=torch.int64)
+        if page_table.is_cuda:  # from pageable memory the copy would wait for the passes in flight
+            new = new.pin_memory()
+        page_table[slot, first : first + len(new)] = new.to(page_table.device, non_blocking=True)
 
     def reserve(self, slot: int, page_table: Tensor) -> bool:
         """Pages for the slot's next round, False where the pool is short."""
