@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from aspire.cache.pool import KVPool
-from aspire.kernels.attention import BlockSet, Rows, Taps, budget, mixed_attention, query_tile, slots_of, tuning
+from aspire.kernels.attention import (
+    EVERY,
+    BlockSet,
+    Rows,
+    Taps,
+    budget,
+    fixed_split,
+    mixed_attention,
+    query_tile,
+    slots_of,
+    tuning,
+)
 from aspire.kernels.blocks import resolve
 from aspire.kernels.feed import Feed, feed
 from aspire.kernels.heads import Heads, store_heads
@@ -26,6 +37,7 @@ from aspire.policies.selection import Probe
 from aspire.policies.speculation import selected_blocks
 from aspire.state import SlotState
 
+INVARIANT_WIDTH = 17  # queries of the tile of every row, where methods of up to 16 drafts are to see the same bits
 WIDE_TILE = 32  # rows of a query tile up to which draft rows may share a call with verify rows
 
 
@@ -72,16 +84,19 @@ class PassRows:
     """
 
     def __init__(
-        self, plan: Plan, state: SlotState, method: Method, spec: ModelSpec, pool: KVPool, kind: str
+        self, plan: Plan, state: SlotState, method: Method, spec: ModelSpec, pool: KVPool, kind: str,
+        invariant: bool = False,
     ) -> None:  # fmt: skip
-        """kind: "draft", "verify" or "mixed", what rows the pass has."""
-        self.plan, self.state, self.spec, self.kind = plan, state, spec, kind
+        """kind: "draft", "verify" or "mixed", what rows the pass has. invariant: see EngineSettings."""
+        self.plan, self.state, self.spec, self.kind, self.invariant = plan, state, spec, kind, invariant
+        self.tile_width = max(INVARIANT_WIDTH, state.longest_draft + 1)
         self.page_size, self.itemsize = pool.page_size, pool.k.element_size()
         self.scope = method.selection.scope
         self.dense_layers = frozenset(method.refresh.dense_layers(spec.layers))
         self.on_gpu = wanted(state.length)
         self.group = spec.heads // spec.kv_heads
-        self.apart = kind == "mixed" and (not self.on_gpu or query_tile(plan.widest, self.group) > WIDE_TILE)
+        wide = query_tile(plan.widest, self.group) > WIDE_TILE and not invariant
+        self.apart = kind == "mixed" and (not self.on_gpu or wide)
 
     def __call__(self, layer: int) -> list[Rows]:
         if self.kind == "verify":
@@ -126,10 +141,12 @@ class PassRows:
     def _rows(self, width: Tensor, widest: int, sets: BlockSet | None = None, layer: int | None = None) -> Rows:
         fed, work, sparse = self.plan.feed, None, None if sets is None else self.plan.draft
         if self.on_gpu:
+            widest = self.tile_width if self.invariant else widest
             work = self._plan(width, widest)[0] if sets is None else self.works[layer or 0]
         return Rows(
-            fed.start, width, fed.position, self.state.page_table, self.page_size, sets, sparse, widest, work, fed.row
-        )
+            fed.start, width, fed.position, self.state.page_table, self.page_size, sets, sparse, widest, work, fed.row,
+            self.invariant,
+        )  # fmt: skip
 
     @cached_property
     def units(self) -> Tensor:
@@ -142,19 +159,25 @@ class PassRows:
     @cached_property
     def works(self) -> list[Work]:
         """A split for each layer's selection, in one launch."""
-        return self._plan(*self._drafts, self.state.block_count)
+        width, widest = self._drafts
+        return self._plan(width, self.tile_width if self.invariant else widest, self.state.block_count)
 
     def _plan(self, width: Tensor, widest: int, count: Tensor | None = None) -> list[Work]:
         spec = self.spec
         tune = tuning(len(width), widest, self.group, spec.kv_heads, count is None, self.itemsize)
         device = width.device
-        pieces, slots = budget(tune, device, spec.kv_heads, spec.head_dim), slots_of(tune, device, spec.head_dim)
+        if self.invariant:
+            longest = self.state.page_table.shape[1] * self.page_size
+            pieces, slots, every = fixed_split(tune, len(width), longest), 0, EVERY
+        else:
+            pieces, every = budget(tune, device, spec.kv_heads, spec.head_dim), 0
+            slots = slots_of(tune, device, spec.head_dim)
         if count is None:
             position = self.plan.feed.position
-            return plan_work(width, position, tune.tile, pieces, kv_heads=spec.kv_heads, slots=slots)
+            return plan_work(width, position, tune.tile, pieces, kv_heads=spec.kv_heads, slots=slots, every=every)
         return plan_work(
             width, self.plan.feed.position, tune.tile, pieces, self.plan.draft, count, self.state.tail_start,
-            self.state.block_tokens, spec.kv_heads if self.scope == "kv_head" else 1, spec.kv_heads, slots,
+            self.state.block_tokens, spec.kv_heads if self.scope == "kv_head" else 1, spec.kv_heads, slots, every,
         )  # fmt: skip
 
 

@@ -300,8 +300,8 @@ class Engine:
         spec, selection, s = self.model.spec, self.method.selection, self.settings
         longest = s.max_len + self.longest
         notice = Notice(len(fields(Ahead)), s.device)
-        policies = self.method, self.verification
-        self.stepper = stepper = Stepper(self.model, self.pool, *policies, self._candidates, notice.post)
+        how = self.verification, self._candidates, notice.post, s.invariant
+        self.stepper = stepper = Stepper(self.model, self.pool, self.method, *how)
         self.state = state = SlotState.empty(
             s.slots, -(-longest // s.page_size), self.longest, selection.scopes(spec.layers, spec.kv_heads),
             selection.capacity(longest), selection.block,

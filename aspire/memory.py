@@ -12,7 +12,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from aspire.kernels.attention import budget, query_tile, slots_of, tuning
+from aspire.attention import INVARIANT_WIDTH
+from aspire.kernels.attention import budget, fixed_split, query_tile, slots_of, tuning
 from aspire.kernels.filter import WIDEST
 from aspire.kernels.jit import power_of_2
 from aspire.kernels.work import pieces_of
@@ -212,11 +213,14 @@ def _attention_bytes(spec: ModelSpec, settings: EngineSettings, slots: int, long
     """On a GPU a partial sum of each piece that a row is cut into; the twin gathers the keys and values of a layer."""
     if not settings.device.startswith("cuda"):
         return 2 * slots * context * spec.heads * spec.head_dim * settings.dtype.itemsize
-    m = query_tile(longest + 1, spec.heads // spec.kv_heads)
-    tune = tuning(slots, longest + 1, spec.heads // spec.kv_heads, spec.kv_heads, True, settings.dtype.itemsize)
+    widest = max(INVARIANT_WIDTH if settings.invariant else 1, longest + 1)
+    m = query_tile(widest, spec.heads // spec.kv_heads)
+    tune = tuning(slots, widest, spec.heads // spec.kv_heads, spec.kv_heads, True, settings.dtype.itemsize)
     device = torch.device(settings.device)
     pieces = budget(tune, device, spec.kv_heads, spec.head_dim)
     pieces = pieces_of(pieces, slots, slots_of(tune, device, spec.head_dim))
+    if settings.invariant:
+        pieces = pieces_of(fixed_split(tune, slots, context), slots, 0)
     return pieces * spec.kv_heads * m * (max(16, power_of_2(spec.head_dim)) + 1) * 4
 
 

@@ -34,7 +34,8 @@ class EngineSettings:
     slots: requests that run at once. max_len: longest sequence of a request, prompt and answer, in tokens.
     pages: pages of the KV pool, None = enough for every slot at max_len. prefill_chunk: prompt tokens a
     prefill pass takes. poison: fill rejected and freed KV entries with NaN, so that a stale read shows. graphs: launch
-    each pass as a CUDA graph, None = where there is a GPU.
+    each pass as a CUDA graph, None = where there is a GPU. invariant: a decoded row's result is the same bits whatever
+    else is in its pass, and however many tokens it feeds; slower, and does not reach into prefill.
     """
 
     slots: int
@@ -46,6 +47,7 @@ class EngineSettings:
     dtype: torch.dtype = torch.float32
     poison: bool = False
     graphs: bool | None = None
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.graphs and not self.device.startswith("cuda"):

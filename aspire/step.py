@@ -87,15 +87,15 @@ class Stepper:
 
     def __init__(
         self, model: Decoder, pool: KVPool, method: Method, verification: Verification, candidates: int,
-        announce: Callable[[Tensor], None] = lambda ahead: None,
+        announce: Callable[[Tensor], None] = lambda ahead: None, invariant: bool = False,
     ) -> None:  # fmt: skip
-        """candidates: entries of a filtered distribution, see sampling.py.
+        """candidates: entries of a filtered distribution, see sampling.py; invariant: see EngineSettings.
 
         announce: is given the fields of `Ahead` [4] int64, on the device, as soon as the next pass is decided.
         """
         method.check(model.spec.layers)
-        self.announce = announce
-        self.model, self.pool, self.method = model, pool, method
+        self.announce, self.invariant = announce, invariant
+        self.model, self.pool, self.method = model.made_invariant() if invariant else model, pool, method
         self.verification, self.candidates = verification, candidates
         # Rejection must not draw a position twice with the same noise: after a refusal it is drafted anew, from a
         # distribution that may depend on the draft refused before. A position comes back in a lower column each time,
@@ -182,7 +182,7 @@ class Stepper:
     def _forward(self, plan: Plan, state: SlotState, kind: str) -> tuple[Tensor, ScoreProbe | None]:
         """Hidden states of every token of the pass [T, E], and the probe with its scores."""
         fed = plan.feed
-        groups = PassRows(plan, state, self.method, self.model.spec, self.pool, kind)
+        groups = PassRows(plan, state, self.method, self.model.spec, self.pool, kind, self.invariant)
         probe = self._probe(plan, groups, kind)
         attend = MixedAttention(self.pool, fed.entries, groups, probe)
         return self.model(fed.ids, fed.positions, attend), probe

@@ -195,7 +195,7 @@ def warm_up(engine: Engine, session: Session, passes: int) -> list[PassRecord]:
 def calibration_key(entry: Entry, session: Session) -> calibrate.Key:
     """What a cost model depends on."""
     assert entry.method is not None
-    engine = {k: v for k, v in entry.config["engine"].items() if k in ("page_size", "threads", "graphs")}
+    engine = {k: v for k, v in entry.config["engine"].items() if k not in ("device", "max_len", "pages")}
     selection = entry.method.selection
     return {
         "device": device_name(session.settings.device), "model": entry.config["model"]["name"],

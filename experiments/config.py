@@ -74,6 +74,7 @@ class EngineConf:
     pages: int | None = None
     threads: int | None = None
     graphs: bool | None = None
+    invariant: bool = False
 
 
 @dataclass

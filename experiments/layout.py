@@ -235,7 +235,7 @@ def engine_settings(config: Config, spec: ModelSpec, longest: int) -> EngineSett
     return EngineSettings(
         slots=config["batch"], max_len=limit, page_size=engine["page_size"], pages=engine["pages"],
         prefill_chunk=engine["prefill_chunk"], device=engine["device"], dtype=getattr(torch, config["model"]["dtype"]),
-        graphs=engine["graphs"],
+        graphs=engine["graphs"], invariant=engine["invariant"],
     )  # fmt: skip
 
 

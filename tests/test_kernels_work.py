@@ -75,6 +75,33 @@ def test_pieces_cover_every_tile_once(plans: list[list[int]], budget: int) -> No
             assert number <= max(1, (wanted[row] * budget + sum(wanted) // 2) // max(1, sum(wanted)))
 
 
+@needs_triton
+@pytest.mark.parametrize("case", range(len(planning.CASES)))
+def test_rows_cut_at_fixed_places(case: int) -> None:
+    """Kernel as twin, and each row in the pieces that it has alone, whatever the others read."""
+    width, position, sparse, count, tail, unit = plans_of(case, 1)
+    rows = len(width)
+    bound = rows * (-(-int((position + width + count.amax(0) * unit).max()) // 16) + 2)
+    ours = plan_work_triton(width, position, 16, bound, sparse, count, tail, unit, 1, every=2)
+    head, start = torch.where(sparse, count * unit, 0), torch.where(sparse, tail, 0)
+    pieces, spans = plan_work_torch(sum(row_tiles(width, position, 16, head, start)), bound, every=2)  # type: ignore
+    for plan, work in enumerate(ours):
+        assert torch.equal(work.spans, spans[plan])
+        real = pieces[plan, :, :1] >= 0
+        assert torch.equal(work.pieces * real, pieces[plan] * real) and torch.equal(
+            work.pieces[:, 0], pieces[plan, :, 0]
+        )
+        for r in range(rows):
+            one = [x[r : r + 1].contiguous() for x in (width, position, sparse)], count[plan : plan + 1, r : r + 1]
+            (alone,) = plan_work_triton(
+                *one[0][:2], 16, bound, one[0][2], one[1].contiguous(), tail[r : r + 1], unit, every=2
+            )
+            mine = work.pieces[work.pieces[:, 0] == r, 1:]
+            assert torch.equal(mine, alone.pieces[alone.pieces[:, 0] == 0, 1:])
+            cuts = mine[:, 0].tolist()
+            assert cuts == list(range(0, 2 * len(cuts), 2))
+
+
 # -- blocks ---------------------------------------------------------------------------------------------------------
 
 SETS = [  # (scopes, rows, K, block, page size)

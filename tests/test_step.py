@@ -32,9 +32,11 @@ MODES = {"coupled": Verification(), "rejection": Verification("rejection")}
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def before_each_pass(method: Method, how: Verification, new: int = 6) -> Iterator[tuple[Engine, Ahead]]:
+def before_each_pass(
+    method: Method, how: Verification, new: int = 6, invariant: bool = False
+) -> Iterator[tuple[Engine, Ahead]]:
     """An engine with three requests in four slots, before each of its passes; slot 1 falls empty first."""
-    settings = EngineSettings(slots=4, max_len=96, page_size=4, prefill_chunk=16, poison=True)
+    settings = EngineSettings(slots=4, max_len=96, page_size=4, prefill_chunk=16, poison=True, invariant=invariant)
     engine = Engine(model_of("llama"), settings, method, how)
     batch = requests(prompts(3, seed=3), WARM, new)
     batch[1].max_new_tokens = 3
@@ -157,15 +159,18 @@ def test_masked_gives_back_what_was_there_after_an_error() -> None:
 
 BY_NAME = {m.name: m for m in METHODS}
 # a set a request, a layer, a KV head; a window, of which nothing is probed; no drafts at all
-THROUGH_KERNELS = [
-    ("aspire", "rejection"), ("vegas", "coupled"), ("sparsespec", "rejection"), ("magicdec_stream", "coupled"),
-    ("autoregressive", "coupled"),
+THROUGH_KERNELS = [  # method, mode, invariant rows
+    ("aspire", "rejection", False), ("vegas", "coupled", False), ("sparsespec", "rejection", False),
+    ("magicdec_stream", "coupled", False), ("autoregressive", "coupled", False), ("aspire", "coupled", True),
+    ("sparsespec", "coupled", True), ("autoregressive", "coupled", True),
 ]  # fmt: skip
 
 
 @pytest.mark.skipif(triton is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
-@pytest.mark.parametrize(("name", "mode"), THROUGH_KERNELS)
-def test_a_pass_through_the_kernels_is_that_of_the_twins(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "mode", "invariant"), THROUGH_KERNELS)
+def test_a_pass_through_the_kernels_is_that_of_the_twins(
+    name: str, mode: str, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One pass of each kind, as a GPU would launch it: the kernels of a step, with the glue between them.
 
     Only the filter of the logits stays with its twin: interpreted it takes half a second a row.
@@ -176,7 +181,7 @@ def test_a_pass_through_the_kernels_is_that_of_the_twins(name: str, mode: str, m
     modules = [m for at, m in sys.modules.items() if at.startswith("aspire.") and hasattr(m, "wanted")]
     modules.remove(aspire.kernels.filter)
     left = dict.fromkeys(("draft", "verify", "mixed") if method.speculation.longest else ("verify",), 1)
-    for engine, ahead in before_each_pass(method, MODES[mode], 10):
+    for engine, ahead in before_each_pass(method, MODES[mode], 10, invariant):
         shape, stepper = ahead.shape, engine.stepper
         if not left[shape.kind]:
             continue

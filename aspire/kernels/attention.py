@@ -66,7 +66,8 @@ def gather_keys(cache: Tensor, entries: Tensor, name: str) -> Tensor:
 def mixed_attention_torch(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, out: Tensor) -> None:
     """The twin: for dense and for selected rows, gather the keys of each, pad, one scaled-dot-product call."""
     for part in rows.parts:
-        _attend_alike(q, k_cache, v_cache, part, out)
+        for each in part.single if rows.alone else [part]:
+            _attend_alike(q, k_cache, v_cache, each, out)
 
 
 def _attend_alike(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, out: Tensor) -> None:
@@ -276,6 +277,9 @@ TUNED = {
 }
 
 
+EVERY = 32  # tiles of a piece, where rows are cut at fixed places
+
+
 def query_tile(widest: int, group: int) -> int:
     """Rows of the matrix product: queries of a row times the group, filled up; 16 is the least the hardware takes."""
     return max(16, power_of_2(widest * group))
@@ -291,6 +295,12 @@ def tuning(rows: int, widest: int, group: int, kv_heads: int, dense: bool, items
         kind = "many drafts"
     tune = TUNED.get((query_tile(widest, group), kind), Tuning(32, 8, 2, 8))
     return tune if itemsize <= 2 else replace(tune, tile=tune.tile // 2)
+
+
+def fixed_split(tune: Tuning, rows: int, length: int) -> int:
+    """Bound on the pieces of rows of up to `length` keys that are cut every `EVERY` tiles, whatever the others read."""
+    tiles = -(-length // tune.tile) + 2  # a selection ends and its tail begins with parts of tiles
+    return rows * -(-tiles // EVERY)
 
 
 def budget(tune: Tuning, device: torch.device, kv_heads: int, dim: int) -> int:

@@ -3,7 +3,7 @@
 The lazily made index tensors serve the torch twins, which gather keys; a GPU kernel walks the pages in place.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -38,6 +38,7 @@ class Rows:
     page_table [R, P] int64. selection None = all rows dense; sparse [R] bool: the rows that read the selection, None =
     all of them (one query wide each, where a kernel is to serve them). widest: a bound on the widths, None = look.
     work: how a GPU splits the reading, see kernels/work.py, and row_of [T]: the row of each query; None = worked out.
+    alone: the twin reads each query by itself, so that what it makes of one does not depend on the others.
     """
 
     start: Tensor
@@ -50,6 +51,7 @@ class Rows:
     widest: int | None = None
     work: Work | None = None
     row_of: Tensor | None = None
+    alone: bool = False
 
     @cached_property
     def parts(self) -> list["Rows"]:
@@ -63,6 +65,16 @@ class Rows:
             return [self.some(live.nonzero()[:, 0], self.selection is not None)]
         groups = ((live & ~self.sparse, False), (live & self.sparse, True))
         return [self.some(mask.nonzero()[:, 0], chosen) for mask, chosen in groups if bool(mask.any())]
+
+    @property
+    def single(self) -> list["Rows"]:
+        """Each query of each row, as a row of its own."""
+        found = []
+        for r, width in enumerate(self.width.tolist()):
+            row = self.some(torch.tensor([r], device=self.width.device), self.selection is not None)
+            one = torch.ones_like(row.width)
+            found += [replace(row, start=row.start + w, width=one, position=row.position + w) for w in range(width)]
+        return found
 
     def some(self, rows: Tensor, selected: bool) -> "Rows":
         """Rows numbered `rows` [R'], with their selection or dense."""

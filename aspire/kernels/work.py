@@ -5,7 +5,8 @@ units, count * unit keys), then those of its tail (positions tail_start .. posit
 head and tail_start 0; a row of width 0 reads nothing. A row that reads anything is cut into as many pieces as its
 share of all tiles is of the number wanted, rounded, at least one; its pieces are equal up to the last. The number
 wanted is `budget`, or near it the one with which a GPU, which runs `slots` programs at once, is done first: while few
-programs are left, they do not fill its memory bus, see `drain`. Result, for every plan
+programs are left, they do not fill its memory bus, see `drain`. With `every` > 0 each row is cut after every so many
+tiles instead, whatever the others are, and `budget` bounds the number of pieces. Result, for every plan
 p of the S plans: pieces [S, P, 3] int32 = (row, first tile, end tile), row -1 where there is none; spans [S, R, 2]
 int32 = (first piece, number of pieces) of each row. The grid of the attention kernel is the size of `pieces`, whatever
 the lengths are, so a captured pass stays valid.
@@ -56,14 +57,18 @@ def drain(programs: Tensor, slots: int) -> Tensor:
     return programs - last + slots // 12 + torch.where(last > 0, torch.maximum(last, slots // 3 + last * 9 // 20), 0)
 
 
-def plan_work_torch(tiles: Tensor, budget: int, kv_heads: int = 1, slots: int = 0) -> tuple[Tensor, Tensor]:
+def plan_work_torch(
+    tiles: Tensor, budget: int, kv_heads: int = 1, slots: int = 0, every: int = 0
+) -> tuple[Tensor, Tensor]:
     """The twin: tiles [S, R] of each row -> (pieces, spans)."""
     plans, rows = tiles.shape
     size = pieces_of(budget, rows, slots)
     total = tiles.sum(1, keepdim=True).clamp(min=1)
     least = torch.full((plans, 1), 2**62, device=tiles.device)
     count = share = torch.zeros_like(tiles)
-    for eighths in CANDIDATES if slots else (8,):
+    if every:
+        count, share = -(-tiles // every), torch.full_like(tiles, every)
+    for eighths in () if every else CANDIDATES if slots else (8,):
         several = (tiles * (budget * eighths // 8) + total // 2) // total
         number = torch.where(tiles > 0, several.clamp(min=1), 0)
         each = (-(-tiles // number.clamp(min=1))).clamp(min=1)
@@ -90,6 +95,7 @@ def plan_work_torch(tiles: Tensor, budget: int, kv_heads: int = 1, slots: int = 
 def _plan_kernel(
     width, position, sparse, count, tail_start, pieces, spans, rows, heads, unit, budget, size, kv_heads, slots,
     LOW: tl.constexpr, HIGH: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr,
+    EVERY: tl.constexpr,
 ):  # fmt: skip
     """One program for P pieces of a plan; each counts all of them, which is faster than to wait for one that does."""
     plan = tl.program_id(0)
@@ -108,6 +114,8 @@ def _plan_kernel(
     tiles = (head_tiles + tl.where(w > 0, (tail + TILE - 1) // TILE, 0)).to(tl.int32)  # divided often
     total = tl.maximum(tl.sum(tiles, 0), 1)
     number, share = tiles * 0, tiles * 0 + 1
+    if EVERY > 0:
+        number, share = (tiles + EVERY - 1) // EVERY, tiles * 0 + EVERY
     least = total * 0 + 2147483647
     for eighths in range(LOW, HIGH):
         several = (tiles * (budget * eighths // 8) + total // 2) // total
@@ -143,7 +151,7 @@ def _plan_kernel(
 def plan_work(
     width: Tensor, position: Tensor, tile: int, budget: int, sparse: Tensor | None = None,
     count: Tensor | None = None, tail_start: Tensor | None = None, unit: int = 1, heads: int = 1,
-    kv_heads: int = 1, slots: int = 0,
+    kv_heads: int = 1, slots: int = 0, every: int = 0,
 ) -> list[Work]:  # fmt: skip
     """A plan for each `heads` consecutive scopes of count [S * heads, R] (their largest counts), or one dense plan.
 
@@ -156,21 +164,25 @@ def plan_work(
         if count is not None and sparse is not None and tail_start is not None:
             head = torch.where(sparse, count.view(plans, heads, rows).amax(1) * unit, 0)
             tail_start = torch.where(sparse, tail_start, 0)
-        made, spans = plan_work_torch(sum(row_tiles(width, position, tile, head, tail_start)), budget, kv_heads, slots)  # type: ignore
+        tiles = sum(row_tiles(width, position, tile, head, tail_start))
+        made, spans = plan_work_torch(tiles, budget, kv_heads, slots, every)  # type: ignore[arg-type]
         return [Work(p, s, tile) for p, s in zip(made, spans)]
-    return plan_work_triton(width, position, tile, budget, sparse, count, tail_start, unit, heads, kv_heads, slots)
+    chosen = sparse, count, tail_start, unit, heads
+    return plan_work_triton(width, position, tile, budget, *chosen, kv_heads, slots, every)
 
 
 def plan_work_triton(
     width: Tensor, position: Tensor, tile: int, budget: int, sparse: Tensor | None = None,
     count: Tensor | None = None, tail_start: Tensor | None = None, unit: int = 1, heads: int = 1,
-    kv_heads: int = 1, slots: int = 0,
+    kv_heads: int = 1, slots: int = 0, every: int = 0,
 ) -> list[Work]:  # fmt: skip
     """The launcher; see `plan_work`."""
     rows, plans = width.shape[0], 1 if count is None else count.shape[0] // heads
     size, low, high = pieces_of(budget, rows, slots), 8, 9
     if slots:
         low, high = CANDIDATES[0], CANDIDATES[-1] + 1
+    if every:
+        low = high
     pieces = torch.empty(plans, size, 3, dtype=torch.int32, device=width.device)
     spans = torch.empty(plans, rows, 2, dtype=torch.int32, device=width.device)
     assert count is None or count.is_contiguous(), "counts of all scopes lie together"
@@ -179,6 +191,7 @@ def plan_work_triton(
         width, position, width if sparse is None else sparse.view(torch.uint8), width if count is None else count,
         width if tail_start is None else tail_start, pieces, spans, rows, heads, unit, budget, size, kv_heads,
         max(slots, 1), LOW=low, HIGH=high, R=power_of_2(max(rows, 2)), P=chunk, TILE=tile, DENSE=count is None,
+        EVERY=every,
     )  # fmt: skip
     return [Work(p, s, tile) for p, s in zip(pieces, spans)]
 

@@ -5,6 +5,7 @@ token reads, and where they are kept, is the caller's affair. q, k, v and gate, 
 Nothing in a pass depends on data or waits for the device, so that a CUDA graph can hold it.
 """
 
+from copy import copy
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from aspire.kernels.activation import silu_mul
 from aspire.kernels.heads import Angles, Heads
-from aspire.kernels.linear import linear, pack
+from aspire.kernels.linear import linear, linear_in_tiles, pack
 from aspire.kernels.norm import add_rms_norm, rms_norm
 from aspire.kernels.skinny import linear_add, norm_gated, norm_linear, serves
 from aspire.model.rope import angles, inv_freq
@@ -48,12 +49,13 @@ class Layer(nn.Module):
         self.gate_up = weight(2 * spec.intermediate_size, spec.hidden_size)
         self.down = weight(spec.hidden_size, spec.intermediate_size)
         self.packed: dict[str, Tensor | None] = {}
+        self.invariant = False
 
     def forward(
         self, index: int, x: Tensor, delta: Tensor | None, at: Angles, attend: Attend
     ) -> tuple[Tensor, Tensor | None]:
         """x [T, E] and what is still to be added to it [T, E], None = nothing -> the same two after this layer."""
-        if delta is None and serves(x):
+        if delta is None and serves(x) and not self.invariant:
             return self._few_rows(index, x, at, attend), None
         return self._any_rows(index, x, delta, at, attend)
 
@@ -68,16 +70,16 @@ class Layer(nn.Module):
         self, index: int, x: Tensor, delta: Tensor | None, at: Angles, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """The last sum is left to the next norm, which reads both summands anyway."""
-        eps, packed = self.spec.rms_eps, self.packed.get
+        eps, packed, product = self.spec.rms_eps, self.packed.get, linear_in_tiles if self.invariant else linear
         if delta is None:
             normed = rms_norm(x, self.attn_norm, eps)
         else:
             x, normed = add_rms_norm(x, delta, self.attn_norm, eps)
-        qkv = linear(normed, self.qkv, self.qkv_bias, packed("qkv"))
-        mixed = linear(attend(index, self._heads(qkv, at)).flatten(1), self.out, None, packed("out"))
+        qkv = product(normed, self.qkv, self.qkv_bias, packed("qkv"))
+        mixed = product(attend(index, self._heads(qkv, at)).flatten(1), self.out, None, packed("out"))
         x, normed = add_rms_norm(x, mixed, self.mlp_norm, eps)
-        gate_up = linear(normed, self.gate_up, None, packed("gate_up"))
-        return x, linear(silu_mul(gate_up), self.down, None, packed("down"))
+        gate_up = product(normed, self.gate_up, None, packed("gate_up"))
+        return x, product(silu_mul(gate_up), self.down, None, packed("down"))
 
     def _heads(self, qkv: Tensor, at: Angles) -> Heads:
         spec = self.spec
@@ -101,6 +103,7 @@ class Decoder(nn.Module):
         self.norm = nn.Parameter(torch.empty(spec.hidden_size, dtype=dtype, device=device), requires_grad=False)
         self.head = None if spec.tied else nn.Parameter(torch.empty_like(self.embed), requires_grad=False)
         self.packed_head: Tensor | None = None
+        self.invariant = False
         self.inv_freq, self.attention_scale = inv_freq(spec)
         self.inv_freq = self.inv_freq.to(device)
 
@@ -122,8 +125,17 @@ class Decoder(nn.Module):
         On a CPU fp32. On CUDA in the model's dtype: an upcast would write 4 V bytes a row that are read once, and the
         sampler upcasts what it loads.
         """
-        product = linear(hidden, self.embed if self.head is None else self.head, None, self.packed_head)
+        multiply = linear_in_tiles if self.invariant else linear
+        product = multiply(hidden, self.embed if self.head is None else self.head, None, self.packed_head)
         return product if product.is_cuda else product.float()
+
+    def made_invariant(self) -> "Decoder":
+        """The same weights, multiplied so that a row's result does not depend on the other rows; slower."""
+        twin = copy(self)
+        twin.invariant, twin.blocks = True, [copy(layer) for layer in self.blocks]
+        for layer in twin.blocks:
+            layer.invariant = True
+        return twin
 
     def pack(self) -> "Decoder":
         """Lay the weights out for this machine, where that helps; call it again after a weight has changed."""
