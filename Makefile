@@ -70,7 +70,7 @@ bench-cpu: setup ## Benchmark the embedded model on this CPU
 bench-gpu: setup ## Benchmark the engine on a GPU; ARGS="suite=autoregressive|shapes|hetero|smollm2 out=DIR"
 	@$(PY) -m experiments.bench_gpu $(ARGS)
 
-bench-kernels: setup ## Time every kernel against the memory bandwidth of this GPU; ARGS="out=DIR tune"
+bench-kernels: setup ## Time every kernel against the memory bandwidth of this GPU; ARGS="out=DIR tune only=TEXT"
 	@$(PY) -m experiments.bench_kernels $(ARGS)
 
 quality: setup ## Compare texts and scores of a run's methods: ARGS="FOLDER [OUT]", a folder with records

@@ -1,16 +1,17 @@
 """How near to the memory limit is each kernel on this GPU? One call, ending in one JSON line.
 
-python -m experiments.bench_kernels [out=DIR] [tune]
+python -m experiments.bench_kernels [out=DIR] [tune] [only=TEXT]
 Mixed attention: bytes of the keys and values that its rows must read / time / copy bandwidth of the same run. Pages of
 16 in random order, bf16, several pools in turn, so that no cache holds anything; median of seven replays of a captured
 graph. The split of the work and the pool entries of a selection are made once a pass, not once a call: they are timed
 apart, like all other kernels, in microseconds. `tune` tries other tiles for each attention cell and takes minutes.
+only: attention cells with this in their name, and nothing else; for work on a tile, not for a record.
 """
 
 import json
 import multiprocessing
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from importlib import import_module
 from itertools import product
@@ -33,7 +34,7 @@ from aspire.kernels.attention import (
 )
 from aspire.kernels.blocks import resolve
 from aspire.kernels.scores import reduce_scores
-from experiments.config import UNIQUE, script
+from experiments.config import UNIQUE, script, split
 from experiments.environment import environment
 from experiments.kernel_launches import LAUNCHES
 
@@ -89,6 +90,10 @@ CELLS = [
     Cell("verify", 12, 90_000, width=17),
     Cell("verify", 7, 90_000, 4, width=8, at_least=0.82),
     Cell("verify", 7, 90_000, 4, width=16, at_least=0.82),
+    Cell("verify", 7, 90_000, 4, width=17),  # one query more than a tile of 64 holds
+    Cell("draft", 64, 7_000, 3, 3, 64, read=512),  # a small model
+    Cell("mixed", 64, 7_000, 3, 3, 64, width=5, read=512),
+    Cell("mixed", 64, 7_000, 3, 3, 64, width=10, read=512),
     Cell("mixed", 12, 90_000, width=8, read=6_300, at_most=1.12),
 ]
 ADDED = 0.03  # what probe scores may add to a dense read
@@ -280,7 +285,7 @@ def tunings(cell: Cell) -> list[Tuning]:
 
 
 def best_tiles(cell: Cell, layers: list[tuple[Tensor, Tensor]], copy: float) -> dict[str, Any]:
-    """Share of the copy with each tuning, the best first; one that does not fit the device is left out."""
+    """Share of the copy with each tuning, the best first and printed; one that does not fit the device is left out."""
     found = []
     for tune in tunings(cell):
         try:
@@ -289,9 +294,10 @@ def best_tiles(cell: Cell, layers: list[tuple[Tensor, Tensor]], copy: float) -> 
         except Exception as error:  # out of shared memory or registers, in the words of the compiler
             print(f"  {tune}: {error}"[:120])
             continue
-        found.append({"tile": tune.tile, "warps": tune.warps, "stages": tune.stages, "pieces": tune.pieces,
-                      "share": rate / copy})  # fmt: skip
-    return {"cell": cell.name, "tunings": sorted(found, key=lambda x: -x["share"])}
+        found.append({**asdict(tune), "share": rate / copy})
+    found.sort(key=lambda x: -x["share"])
+    print(cell.name, *found[:3], sep="\n  ")
+    return {"cell": cell.name, "tunings": found}
 
 
 def compile_task(task: tuple[str, int, Tuning | None]) -> None:
@@ -314,12 +320,14 @@ def compile_task(task: tuple[str, int, Tuning | None]) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all(tune: bool) -> None:
+def compile_all(cells: list[Cell], tune: bool) -> None:
     """Fill Triton's cache from many processes; then nothing is compiled one by one."""
-    tasks: list[tuple[str, int, Tuning | None]] = [("cell", i, None) for i in range(len(CELLS))]
-    tasks += [("taps", CELLS.index(DENSE), None), *(("launch", i, None) for i in range(len(LAUNCHES)))]
+    numbers = [CELLS.index(cell) for cell in cells]
+    tasks: list[tuple[str, int, Tuning | None]] = [("cell", i, None) for i in numbers]
+    if cells == CELLS:
+        tasks += [("taps", CELLS.index(DENSE), None), *(("launch", i, None) for i in range(len(LAUNCHES)))]
     if tune:
-        tasks += [("cell", i, t) for i, cell in enumerate(CELLS) for t in tunings(cell) if t.pieces == 8]
+        tasks += [("cell", i, t) for i in numbers for t in tunings(CELLS[i]) if t.pieces == 8]
     with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
         pool.map(compile_task, tasks, chunksize=1)
 
@@ -334,21 +342,24 @@ def show(line: dict[str, Any]) -> None:
     print(f"{line['cell']:<66}{line['us']:>9.1f} us {line['tb_s']:>6.2f} TB/s {line['share']:>5.2f}{over}{bound}")
 
 
-def run(tune: bool) -> dict[str, Any]:
-    """Measure everything, a printed line each."""
-    compile_all(tune)
-    where = environment("cuda")
-    by_events = copy_of_4_gib()
+def run(cells: list[Cell], tune: bool) -> dict[str, Any]:
+    """Measure everything, a printed line each; of fewer cells than all only these."""
+    compile_all(cells, tune)
+    where, by_events = environment("cuda"), copy_of_4_gib()
     copy = max(by_events, where.copy_tb_s or 0.0)
-    print(f"{where.device}, torch {where.torch}, triton {where.triton}")
-    print(f"copy {copy:.2f} TB/s: events {by_events:.2f}, clock {where.copy_tb_s:.2f}")
+    print(f"{where.device}, torch {where.torch}, triton {where.triton}; copy {copy:.2f} TB/s")
     result: dict[str, Any] = {"environment": where.model_dump(), "copy_tb_s": copy, "copy_events_tb_s": by_events}
-    layers = storage(CELLS)
-    lines = [measure(cell, layers, copy) for cell in CELLS]
-    dense = lines[CELLS.index(DENSE)]["tb_s"]
-    result["attention"] = [verdict_of(cell, line, dense) for cell, line in zip(CELLS, lines)] + [probed(layers)]
+    layers = storage(cells)
+    lines = [measure(cell, layers, copy) for cell in cells]
+    dense = lines[cells.index(DENSE)]["tb_s"] if DENSE in cells else float("nan")
+    result["attention"] = [verdict_of(cell, line, dense) for cell, line in zip(cells, lines)]
+    result["attention"] += [probed(layers)] if cells == CELLS else []
     for line in result["attention"]:
         show(line)
+    if tune:
+        result["tune"] = [best_tiles(cell, layers, copy) for cell in cells]
+    if cells != CELLS:
+        return result
     result["flash"] = []
     for cell in (c for c in CELLS if c.kind == "dense"):
         try:
@@ -359,10 +370,6 @@ def run(tune: bool) -> dict[str, Any]:
             break
         result["flash"].append({"cell": cell.name, "module": module, "tb_s": rate, "share": rate / copy})
         print(f"{module}, contiguous: {cell.name:<40}{rate:>6.2f} TB/s {rate / copy:.2f}")
-    if tune:
-        result["tune"] = [best_tiles(cell, layers, copy) for cell in CELLS]
-        for found in result["tune"]:
-            print(found["cell"], *found["tunings"][:3], sep="\n  ")
     layers.clear()
     torch.cuda.empty_cache()
     result["kernels_us"] = {name: 1e6 * seconds(*make()) for name, make in LAUNCHES.items()}
@@ -374,17 +381,19 @@ def run(tune: bool) -> dict[str, Any]:
 
 def main(words: list[str]) -> None:
     """Raises ValueError for bad arguments or where there is no GPU."""
-    out = next((Path(w.removeprefix("out=")) for w in words if w.startswith("out=")), None)
-    if unknown := [w for w in words if w != "tune" and not w.startswith("out=")]:
-        raise ValueError(f"unknown argument {unknown[0]!r}; there are out=DIR and tune")
+    own, rest = split(words, {"out": "", "only": ""})
+    if unknown := [word for word in rest if word != "tune"]:
+        raise ValueError(f"unknown argument {unknown[0]!r}; there are out=DIR, only=TEXT and tune")
+    if not (cells := [cell for cell in CELLS if own["only"] in cell.name]):
+        raise ValueError(f"no cell has {own['only']!r} in its name")
     if not torch.cuda.is_available():
         raise ValueError("the kernels are timed on a GPU, and torch finds none")
-    out = out or Path(f"runs/bench-kernels-{datetime.now():%Y-%m-%d_%H-%M-%S}-{UNIQUE}")
-    out.mkdir(parents=True, exist_ok=True)
-    result = run("tune" in words)
-    (out / "kernels.json").write_text(json.dumps(result, indent=1) + "\n")
-    result.pop("tune", None)
-    print(json.dumps(result))
+    result = run(cells, "tune" in rest)
+    if cells == CELLS:
+        out = Path(own["out"] or f"runs/bench-kernels-{datetime.now():%Y-%m-%d_%H-%M-%S}-{UNIQUE}")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "kernels.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in result.items() if key != "tune"}))
 
 
 if __name__ == "__main__":

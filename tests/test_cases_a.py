@@ -137,7 +137,7 @@ def mixed_batch() -> list[Request]:
 
 @pytest.mark.parametrize("name", ["sparsespec", "aspire"])
 def test_a16_rows_equal_their_solo_run(name: str) -> None:
-    """A16: B up to 8, temperatures 0 and 0.8 mixed, distinct seeds, rows leave and enter at different steps."""
+    """A16, G02: B up to 8, temperatures 0 and 0.8 mixed, distinct seeds, rows leave and enter at different steps."""
     alone = ids(solo("llama", METHODS[0], mixed_batch))
     for slots in (2, 3, 5, 8):
         assert ids(run("llama", BY_NAME[name], mixed_batch(), slots=slots)) == alone

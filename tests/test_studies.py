@@ -156,6 +156,7 @@ def test_what_differs_between_comparisons_is_drawn_over_their_parts(tmp_path: Pa
 
 
 def test_a_map_shows_where_drafting_loses(tmp_path: Path) -> None:
+    """G03: draft length by context and batch; no drafts at all (k = 0) is a cell like the others."""
     study = study_of("map")
     fake(tmp_path, study)
     rows = study.frame(find_records(tmp_path))
