@@ -61,11 +61,12 @@ class Hasty(Launcher):
         assert not self.aloft, "a slot is filled while a pass is in flight"
 
 
-def hasty(method: Method, slots: int) -> Engine:
-    """Padding rows may give NaN, so the model is none that refuses to."""
+def hasty(method: Method, slots: int, patch: pytest.MonkeyPatch) -> Engine:
+    """An engine that launches like that. Padding rows may give NaN, so the model is none that refuses to."""
     settings = EngineSettings(slots=slots, max_len=160, page_size=4, prefill_chunk=16)
     engine = Engine(model_of("llama"), settings, method)
-    Hasty.state = lambda _: engine.state
+    patch.setattr("aspire.engine.Launcher", Hasty)
+    patch.setattr(Hasty, "state", lambda _: engine.state, raising=False)
     return engine
 
 
@@ -78,8 +79,7 @@ def test_requests_that_end_unforeseen(method: Method, monkeypatch: pytest.Monkey
     make: Callable[[], Any] = lambda: requests(prompts(9, seed=4), WARM, 44, end_ids=ENDS)  # noqa: E731
     waiting, plain = engine_for("llama", method, 3), make()
     waiting.generate(plain)
-    monkeypatch.setattr("aspire.engine.Launcher", Hasty)
-    engine, batch = hasty(method, 3), make()
+    engine, batch = hasty(method, 3, monkeypatch), make()
     free, ahead, ghosts = engine.pool.allocator.free_pages, 0, 0
 
     def look(_: int) -> None:
@@ -105,8 +105,7 @@ def test_requests_that_end_unforeseen(method: Method, monkeypatch: pytest.Monkey
 def test_all_requests_end_with_a_pass_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for what the last pass says; the next requests find the engine as new."""
     (plain,) = run("llama", METHODS[0], requests(prompts(1), new=20))
-    monkeypatch.setattr("aspire.engine.Launcher", Hasty)
-    engine = hasty(METHODS[0], 1)
+    engine = hasty(METHODS[0], 1, monkeypatch)
     for end in plain.output_ids[4:7]:
         (request,) = engine.generate(requests(prompts(1), new=20, end_ids=(end,)))
         assert request.output_ids == plain.output_ids[: plain.output_ids.index(end) + 1]
