@@ -82,6 +82,16 @@ def test_text_is_that_of_autoregressive_decoding_on_the_cpu(kind: str, method: M
     assert not CUDA or greedy.launcher.graphs is not None
 
 
+@pytest.mark.parametrize(**EVERY_METHOD)
+def test_requests_that_end_with_the_next_pass_in_flight(method: Method) -> None:
+    """End ids that nobody foresees, more requests than slots: the text is that of plain decoding on the CPU."""
+    spec = spec_of("llama")
+    batch = lambda: requests(prompts(9, seed=4), WARM, 44, end_ids=(5, 17, 50, 95))  # noqa: E731
+    want, ours = on_cpu(spec, batch()), batch()
+    assert answers(build(model_on(spec), method, 3), ours) == want
+    assert {request.finish_reason for request in ours} == {"stop", "length"}
+
+
 @pytest.mark.parametrize(**EVERY_SPECULATIVE)
 def test_a07_a_repeated_word(method: Method) -> None:
     """A07: one word 48 times, 32 tokens, greedy, fp32: the text is that of plain decoding."""
