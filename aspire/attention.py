@@ -89,7 +89,7 @@ class PassRows:
     ) -> None:  # fmt: skip
         """kind: "draft", "verify" or "mixed", what rows the pass has. invariant: see EngineSettings."""
         self.plan, self.state, self.spec, self.kind, self.invariant = plan, state, spec, kind, invariant
-        self.tile_width = max(INVARIANT_WIDTH, state.longest_draft + 1)
+        self.least_width = max(INVARIANT_WIDTH, state.longest_draft + 1) if invariant else 1  # of a query tile
         self.page_size, self.itemsize = pool.page_size, pool.k.element_size()
         self.scope = method.selection.scope
         self.dense_layers = frozenset(method.refresh.dense_layers(spec.layers))
@@ -141,7 +141,7 @@ class PassRows:
     def _rows(self, width: Tensor, widest: int, sets: BlockSet | None = None, layer: int | None = None) -> Rows:
         fed, work, sparse = self.plan.feed, None, None if sets is None else self.plan.draft
         if self.on_gpu:
-            widest = self.tile_width if self.invariant else widest
+            widest = max(widest, self.least_width)
             work = self._plan(width, widest)[0] if sets is None else self.works[layer or 0]
         return Rows(
             fed.start, width, fed.position, self.state.page_table, self.page_size, sets, sparse, widest, work, fed.row,
@@ -160,7 +160,7 @@ class PassRows:
     def works(self) -> list[Work]:
         """A split for each layer's selection, in one launch."""
         width, widest = self._drafts
-        return self._plan(width, self.tile_width if self.invariant else widest, self.state.block_count)
+        return self._plan(width, max(widest, self.least_width), self.state.block_count)
 
     def _plan(self, width: Tensor, widest: int, count: Tensor | None = None) -> list[Work]:
         spec = self.spec
