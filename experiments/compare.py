@@ -344,9 +344,9 @@ def hold_to_full_attention(entries: list[Entry], session: Session, count: int) -
         return found
 
     def hold(entry: Entry) -> None:
-        mine = [(i, own, other, each) for (e, i, own, other), each in zip(asked, forced(), strict=True) if e is entry]
+        mine = [(own, other, each) for (e, _, own, other), each in zip(asked, forced(), strict=True) if e is entry]
         entry.gate = judge([each for *_, each in mine])
-        for _, own, other, each in mine:
+        for own, other, each in mine:
             at = parting(own.output_ids, other.output_ids)
             if at is not None and each.plain_gap is not None:
                 entry.partings[own.id] = Parting(at=at, gap=each.plain_gap)

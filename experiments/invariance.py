@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from aspire.engine import Engine, make_pool
+from aspire.memory import pool_pages
 from aspire.model import load
 from aspire.prefill import prefill
 from aspire.settings import EngineSettings, Sampling
@@ -52,7 +53,7 @@ def runs_of(own: dict[str, str]) -> list[Run]:
     names = [PLAIN, *(name for name in names if name != PLAIN)]
     ids, dtype = prompts(int(own["prompts"])), getattr(torch, own["dtype"])
     model, longest = load("embedded", dtype, device), max(known[name].speculation.longest for name in names)
-    pages = sum(-(-len(x) // 16) for x in ids) + max(batches) * (2 + (new_tokens + longest) // 16)
+    pages = pool_pages(16, [*map(len, ids)], max(batches), new_tokens, longest)
     found = []
     pool = make_pool(model, EngineSettings(1, LONGEST + new_tokens, 16, pages, device=device, dtype=dtype), longest)
     kept = [prefill(model, pool, x, 512) for x in ids]

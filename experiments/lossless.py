@@ -15,6 +15,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from aspire.engine import Engine, make_pool
+from aspire.memory import pool_pages
 from aspire.model import load
 from aspire.model.tokenizer import load_tokenizer
 from aspire.policies import CostModel, Method
@@ -71,7 +72,7 @@ def outputs(mode: str, ids: list[list[int]], new_tokens: int, batches: list[int]
     torch.set_num_threads(1)
     model, made, sampling = load("embedded"), methods(), Sampling() if mode == "greedy" else SAMPLED
     longest = max(m.speculation.longest for m in made)
-    pages = sum(-(-len(x) // 16) for x in ids) + max(batches) * (2 + (new_tokens + longest) // 16)
+    pages = pool_pages(16, [*map(len, ids)], max(batches), new_tokens, longest)
     settings = EngineSettings(max(batches), LONGEST + new_tokens, pages=pages)
     pool = make_pool(model, settings, longest)
     kept = [prefill(model, pool, x, settings.prefill_chunk) for x in ids]
