@@ -69,10 +69,12 @@ def test_g08_bits_do_not_depend_on_the_batch(method: Method, dtype: torch.dtype,
         assert len(found) == 8 and same(found, alone(dtype, device)) == [], slots
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_without_it_they_do(device: str) -> None:
-    """bf16, plain decoding: what a request leaves behind in a batch of eight is not what it leaves alone."""
-    plain = {slots: decoded(engine_of(METHODS[0], slots, torch.bfloat16, device, False)) for slots in (1, 8)}
+def test_without_it_they_do() -> None:
+    """bf16, plain decoding: what a request leaves behind in a batch of eight is not what it leaves alone.
+
+    On the CPU only: a GPU's products of so small a model come out alike at one row and at eight.
+    """
+    plain = {slots: decoded(engine_of(METHODS[0], slots, torch.bfloat16, "cpu", False)) for slots in (1, 8)}
     assert same(plain[1], plain[8])
 
 

@@ -274,6 +274,8 @@ TUNED = {
     (32, "mixed"): Tuning(128, 4, 2, 6),
     (64, "dense"): Tuning(64, 4, 3, 12),
     (64, "mixed"): Tuning(64, 4, 3, 12),
+    (128, "dense"): Tuning(128, 8, 3, 8),
+    (128, "mixed"): Tuning(128, 8, 3, 8),
 }
 
 
