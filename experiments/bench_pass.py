@@ -1,10 +1,10 @@
 """Where does the time of a pass go on this GPU? One engine under the profiler, ending in one JSON line.
 
 python -m experiments.bench_pass [model=qwen3_1p7b batch=12 benchmark.source.context=90000 method=aspire] [passes=96]
-Random weights, random prompts and emulated acceptance unless overrides say otherwise. Of the profiled passes: the time
-of each part's kernels, and the time in which no kernel of the model runs but one of the sampler, the verification, the
-selection or the scheduling does, for these may run beside the model; the rest is idle. Passes are timed without the
-profiler, against their fewest bytes at copy bandwidth.
+Random weights, random prompts and emulated acceptance unless overrides say otherwise. Of the profiled passes, of all
+and of each kind: the time of each part's kernels, and the time in which no kernel of the model runs but one of the
+sampler, the verification, the selection or the scheduling does, for these may run beside the model; the rest is idle.
+Passes are timed without the profiler, against their fewest bytes at copy bandwidth.
 """
 
 import itertools
@@ -31,14 +31,16 @@ from experiments.session import open_session
 
 # Part of a pass -> what the names of its kernels contain. What is in none is scheduling: small operations on slots.
 PARTS = {
-    "attention": ("_attention_kernel", "_merge_kernel"),
+    "attention": ("_attention_kernel",),
+    "merging": ("_merge_kernel",),
     "products": ("_skinny_kernel", "nvjet", "gemm", "gemv", "splitKreduce", "cutlass"),
     "layers": ("_rms_norm", "_store_heads", "_silu_mul", "cos_kernel", "sin_kernel", "gather_kernel"),
     "sampler": ("_filter_kernel",),
     "verification": ("_judge_kernel",),
     "selection": ("_reduce_scores", "_top_blocks", "_resolve_kernel", "_count_kernel"),
 }
-MODEL = ("attention", "products", "layers")
+MODEL = ("attention", "merging", "products", "layers")
+JUDGED, LAST = "_judge_kernel", "_report_kernel"  # kernels of a pass that verifies, and the last one of any
 Span = tuple[float, float]  # begin and end, us
 
 
@@ -67,6 +69,26 @@ def shares(kernels: list[tuple[str, float, float]]) -> dict[str, Any]:
         "kernels": {part: round(time / window, 4) for part, time in sorted(of_part.items())},
         "beside_no_model": round((busy - model) / window, 4), "idle": round(1 - busy / window, 4),
     }  # fmt: skip
+
+
+def by_kind(kernels: list[tuple[str, float, float]]) -> dict[str, dict[str, float]]:
+    """Mean microseconds a pass of each kind, as `shares` divides them; what follows the last report is left out."""
+    passes: list[list[tuple[str, float, float]]] = [[]]
+    for kernel in sorted(kernels, key=lambda kernel: kernel[1]):
+        passes[-1].append(kernel)
+        if LAST in kernel[0]:
+            passes.append([])
+    kinds = defaultdict(list)
+    for own in passes[:-1]:
+        window, found = max(end for _, _, end in own) - own[0][1], shares(own)
+        parts = found.pop("kernels") | found
+        kind = "verifying" if any(JUDGED in name for name, _, _ in own) else "draft"
+        kinds[kind].append({"window": window} | {part: window * share for part, share in parts.items()})
+    return {
+        kind: {"passes": len(each)}
+        | {part: round(sum(x.get(part, 0.0) for x in each) / len(each), 1) for part in {p: 0 for x in each for p in x}}
+        for kind, each in kinds.items()
+    }
 
 
 def timed(passes: list[PassRecord], sizes: tuple[int, int], copy: float) -> dict[str, Any]:
@@ -115,7 +137,8 @@ def main(arguments: list[str]) -> None:
             engine.step()
         sizes = weight_bytes_read(session), session.model.spec.kv_bytes_per_token(session.settings.dtype)
         result = {"cell": bench.name, "method": own["method"], "passes": timed(engine.passes, sizes, copy)}
-        result |= shares(profile(engine.step, passes))
+        kernels = profile(engine.step, passes)
+        result |= shares(kernels) | {"us_by_kind": by_kind(kernels)}
     for key, value in result.items():
         print(f"{key}: {value}")
     print(json.dumps(result | {"copy_tb_s": copy}))

@@ -20,22 +20,22 @@ from experiments.records import Record, RequestLine, find_records, pick
 from experiments.tables import BASELINE, DASH, Run, caption, load, method_order
 
 QUALITY = "quality"  # the folder of its records among the committed ones, and the name of its table
-EQUAL, NEAR_TIE, DIFFERENT = "equal", "near tie", "different"
+EQUAL, NEAR_TIE, DIFFERENT, UNJUDGED = TEXTS = "equal", "near tie", "different", "not judged"
 SAME = ("device", "model", "dtype", "requests", "run", "sampling", "evidence")  # of metrics.compared
 DIFFERENCE = "difference to autoregressive"
 # Column of the printed table -> digits; None prints as it is. The CSV has low and high of every interval apart.
 SHOWN: dict[str, int | None] = {
     **dict.fromkeys(["model", "benchmark", "verification", "method"]),
-    **dict.fromkeys(["texts", EQUAL, NEAR_TIE, DIFFERENT, "items", "samples an item"], 0),
+    **dict.fromkeys(["texts", *TEXTS, "items", "samples an item"], 0),
     "score": 3, "standard error": 3, "score 95 %": 3, "pass@k": None, DIFFERENCE: 3, f"{DIFFERENCE} 95 %": 3,
     **dict.fromkeys(["wrong", "unparsable", "unfinished", "at token limit", "unscored items"], 0), "note": None,
 }  # fmt: skip
 WORDS = (
     "Texts: answers beside those of autoregressive decoding to the same prompts with the same seeds. Equal: all token "
     "ids. Near tie: the first difference lies where full attention leaves the two tokens within "
-    f"{SLACK:g} times the measured noise of its logits (greedy texts that protocol.gate covers). Different: any other. "
-    "Texts of verification `rejection` are draws of their own, so that they differ and scores agree in distribution "
-    "only.",
+    f"{SLACK:g} times the measured noise of its logits. Different: it does not. Not judged: they differ, and the gate, "
+    "which covers the first protocol.gate greedy texts of each method, did not look. Texts of verification `rejection` "
+    "are draws of their own, so that they differ and scores agree in distribution only.",
     "Score: avg@k, from 0 to 1, the mean over items of the mean over their samples; its standard error is over items, "
     "its 95 % interval Wilson's where every item is all right or all wrong, Student's t elsewhere. pass@k: unbiased, "
     "where scores are right or wrong. Difference: over the items that both have, paired, 95 % bootstrap over items; an "
@@ -47,7 +47,7 @@ WORDS = (
 
 
 def compare_texts(run: Run, base: Run) -> Counter[str]:
-    """How many texts of a run are equal to the baseline's, part from them at a near tie, or differ.
+    """How many texts of a run are equal to the baseline's, part from them at a near tie, differ, or are not judged.
 
     Requests that the baseline did not answer are left out.
     """
@@ -57,12 +57,13 @@ def compare_texts(run: Run, base: Run) -> Counter[str]:
 
 
 def text_class(line: RequestLine, base: RequestLine, gate: Mapping[str, Any]) -> str:
-    """EQUAL, NEAR_TIE or DIFFERENT; a difference that the gate did not judge is DIFFERENT."""
+    """EQUAL; of a difference that the gate looked at NEAR_TIE or DIFFERENT, of any other UNJUDGED."""
     if line.output_ids == base.output_ids:
         return EQUAL
     seen = line.parting
-    judged = seen is not None and gate.get("passed") and seen.at == parting(line.output_ids, base.output_ids)
-    return NEAR_TIE if judged and seen is not None and seen.gap <= SLACK * gate["noise"] else DIFFERENT
+    if not gate or seen is None or seen.at != parting(line.output_ids, base.output_ids):
+        return UNJUDGED
+    return NEAR_TIE if gate["passed"] and seen.gap <= SLACK * gate["noise"] else DIFFERENT
 
 
 def refusal(record: Record) -> str | None:
@@ -132,7 +133,7 @@ def _beside(run: Run, base: Run) -> dict[str, Any]:
     mine, theirs = scores.by_item(run.lines), scores.by_item(base.lines)
     low, high = scores.difference_interval(mine, theirs) or (None, None)
     return {
-        "texts": texts.total(), **{name: texts[name] for name in (EQUAL, NEAR_TIE, DIFFERENT)},
+        "texts": texts.total(), **{name: texts[name] for name in TEXTS},
         DIFFERENCE: scores.difference(mine, theirs), f"{DIFFERENCE} 95 % low": low, f"{DIFFERENCE} 95 % high": high,
     }  # fmt: skip
 
@@ -162,8 +163,8 @@ def frame(runs: list[Run]) -> pd.DataFrame:
     rank = {name: place for place, name in enumerate(method_order(run.record for run in runs))}
     intervals = [f"{name} 95 % {end}" for name in ("score", DIFFERENCE) for end in ("low", "high")]
     names = [
-        "model", "benchmark", "seed", "batch", "run", "verification", "method", "label", "texts", EQUAL, NEAR_TIE,
-        DIFFERENT, "items", "samples an item", "score", "standard error", *intervals[:2], "pass@k", DIFFERENCE,
+        "model", "benchmark", "seed", "batch", "run", "verification", "method", "label", "texts", *TEXTS,
+        "items", "samples an item", "score", "standard error", *intervals[:2], "pass@k", DIFFERENCE,
         *intervals[2:], "right", "partly right", "wrong", "unparsable", "unfinished", "at token limit",
         "unscored items", "scorer", "note",
     ]  # fmt: skip

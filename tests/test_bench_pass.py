@@ -3,7 +3,7 @@
 import pytest
 
 from aspire.engine import PassRecord
-from experiments.bench_pass import covered, main, part_of, shares, timed
+from experiments.bench_pass import by_kind, covered, main, part_of, shares, timed
 
 KERNELS = [
     ("_attention_kernel", 0.0, 60.0),
@@ -21,6 +21,19 @@ def test_time_beside_the_model_is_not_counted_twice() -> None:
     found = shares(KERNELS)
     assert found["kernels"] == {"attention": 0.6, "products": 0.1, "scheduling": 0.1, "selection": 0.2}
     assert found["beside_no_model"] == pytest.approx(0.2) and found["idle"] == pytest.approx(0.1)
+
+
+def test_passes_of_each_kind_are_apart() -> None:
+    """Two draft passes of 100 and 120 us, one that verifies of 60, and the beginning of a fourth."""
+    draft = [("_attention_kernel", 0.0, 60.0), ("_report_kernel", 80.0, 100.0)]
+    longer = [("_attention_kernel", 200.0, 300.0), ("_report_kernel", 310.0, 320.0)]
+    verifying = [("_merge_kernel", 400.0, 430.0), ("_judge_kernel", 440.0, 445.0), ("_report_kernel", 450.0, 460.0)]
+    found = by_kind([*longer, *draft, *verifying, ("_attention_kernel", 500.0, 900.0)])
+    assert list(found) == ["draft", "verifying"]
+    assert found["draft"] == {
+        "passes": 2, "window": 110.0, "attention": 80.0, "scheduling": 15.0, "beside_no_model": 15.0, "idle": 15.0,
+    }  # fmt: skip
+    assert found["verifying"]["merging"] == 30.0 and found["verifying"]["verification"] == 5.0
 
 
 def test_overlapping_and_nested_spans_count_once() -> None:

@@ -151,13 +151,13 @@ def compared(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_texts_are_equal_near_ties_or_different(compared: Path) -> None:
-    """G09: a difference within twice the measured noise is a near tie; beyond it, or not judged, it is different."""
+def test_texts_are_equal_near_ties_different_or_not_judged(compared: Path) -> None:
+    """G09: a difference within twice the measured noise is a near tie; what the gate did not see is neither."""
     table = quality.frame(quality.read(sorted(p.parent for p in compared.rglob(RECORD)))).set_index("method")
     assert list(table.index) == ["autoregressive", "vegas", "aspire"]
-    columns = ["texts", "equal", "near tie", "different"]
-    assert list(table.loc["vegas", columns]) == [6, 6, 0, 0]
-    assert list(table.loc["aspire", columns]) == [6, 3, 1, 2]
+    columns = ["texts", "equal", "near tie", "different", "not judged"]
+    assert list(table.loc["vegas", columns]) == [6, 6, 0, 0, 0]
+    assert list(table.loc["aspire", columns]) == [6, 3, 1, 1, 1]
     assert table.loc["autoregressive", columns].isna().all()
     assert table.loc["vegas", quality.DIFFERENCE] == 0 and table.loc["aspire", "score"] == pytest.approx(2 / 6)
     assert table.loc["aspire", quality.DIFFERENCE] == pytest.approx(-1 / 6)
@@ -166,21 +166,24 @@ def test_texts_are_equal_near_ties_or_different(compared: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gate", "seen"),
+    ("gate", "seen", "found"),
     [
-        (None, Parting(at=2, gap=0.0)),
-        ({"passed": False, "noise": 0.1}, Parting(at=2, gap=0.0)),
-        (GATE, Parting(at=3, gap=0.0)),  # of another text
-        (GATE, None),
+        (None, Parting(at=2, gap=0.0), quality.UNJUDGED),
+        ({"passed": False, "noise": 0.1}, Parting(at=2, gap=0.0), quality.DIFFERENT),
+        (GATE, Parting(at=2, gap=0.25), quality.DIFFERENT),
+        (GATE, Parting(at=3, gap=0.0), quality.UNJUDGED),  # of another text
+        (GATE, None, quality.UNJUDGED),
     ],
 )
-def test_a_near_tie_needs_a_gate_that_judged_this_difference(gate: dict | None, seen: Parting | None) -> None:
+def test_a_near_tie_needs_a_gate_that_judged_this_difference(
+    gate: dict | None, seen: Parting | None, found: str
+) -> None:
     base = request([(0, 0)] * 5)
     mine = changed(base, 2).model_copy(update={"parting": seen})
-    assert quality.text_class(mine, base, gate or {}) == quality.DIFFERENT
+    assert quality.text_class(mine, base, gate or {}) == found
     assert quality.text_class(changed(base, 2, 0.2), base, GATE) == quality.NEAR_TIE
     shorter = base.model_copy(update={"output_ids": base.output_ids[:-1]})
-    assert quality.text_class(shorter, base, GATE) == quality.DIFFERENT
+    assert quality.text_class(shorter, base, GATE) == quality.UNJUDGED
 
 
 @pytest.mark.parametrize("mark", [("shapes", "emulated:iid(0.9)"), ("shapes", "measured"), ("modelled", "emulated:x")])
@@ -215,12 +218,12 @@ def test_what_cannot_be_compared_says_why(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_and_writes_the_same_bytes(compared: Path, tmp_path: Path, capsys) -> None:
-    """The page shows the three outcomes apart; with `quality` as its folder `make figures` writes it too."""
+    """The page shows the outcomes apart; with `quality` as its folder `make figures` writes it too."""
     quality.main([str(compared), str(tmp_path / "out")])
     page = (tmp_path / "out" / "quality.md").read_text()
     assert capsys.readouterr().out.startswith(page)
     head = [name.strip() for name in page.splitlines()[0].split("|")]
-    assert {"near tie", "wrong", "unparsable", "unfinished", "at token limit", "score 95 %"} <= {*head}
+    assert {"near tie", "not judged", "wrong", "unparsable", "unfinished", "at token limit", "score 95 %"} <= {*head}
     (tmp_path / "records").mkdir()
     compared_again = tmp_path / "records" / "quality"
     for folder in ("autoregressive", "vegas", "aspire"):
