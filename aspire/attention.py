@@ -170,7 +170,7 @@ class PassRows:
             longest = self.state.page_table.shape[1] * self.page_size
             pieces, slots, every = fixed_split(tune, len(width), longest), 0, EVERY
         else:
-            pieces, every = budget(tune, device, spec.kv_heads, spec.head_dim), 0
+            pieces, every = budget(tune, device, len(width), spec.kv_heads, spec.head_dim), 0
             slots = slots_of(tune, device, spec.head_dim)
         if count is None:
             position = self.plan.feed.position

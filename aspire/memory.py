@@ -217,7 +217,7 @@ def _attention_bytes(spec: ModelSpec, settings: EngineSettings, slots: int, long
     m = query_tile(widest, spec.heads // spec.kv_heads)
     tune = tuning(slots, widest, spec.heads // spec.kv_heads, spec.kv_heads, True, settings.dtype.itemsize)
     device = torch.device(settings.device)
-    pieces = budget(tune, device, spec.kv_heads, spec.head_dim)
+    pieces = budget(tune, device, slots, spec.kv_heads, spec.head_dim)
     pieces = pieces_of(pieces, slots, slots_of(tune, device, spec.head_dim))
     if settings.invariant:
         pieces = pieces_of(fixed_split(tune, slots, context), slots, 0)

@@ -52,7 +52,7 @@ def ints(value: int, count: int) -> Tensor:
 def planned(rows: int, context: int, sparse: bool) -> Launch:
     """The split of a pass: of its dense rows, or of every layer's selection."""
     tune = tuning(rows, 1, 2, KV_HEADS, not sparse)
-    pieces = budget(tune, torch.device(DEVICE), KV_HEADS, 128)
+    pieces = budget(tune, torch.device(DEVICE), rows, KV_HEADS, 128)
     base = (ints(1, rows), ints(context - 1, rows), tune.tile, pieces)
     if not sparse:
         return in_turn(plan_work, [base])

@@ -305,12 +305,12 @@ def fixed_split(tune: Tuning, rows: int, length: int) -> int:
     return rows * -(-tiles // EVERY)
 
 
-def budget(tune: Tuning, device: torch.device, kv_heads: int, dim: int) -> int:
-    """Pieces that all rows together are cut into, for one head."""
+def budget(tune: Tuning, device: torch.device, rows: int, kv_heads: int, dim: int) -> int:
+    """Pieces that all rows together are cut into, for one head; two a row, lest a few whole ones make a wave more."""
     if device.type != "cuda":
         return 5  # the interpreter: a few, so that splitting is exercised
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, tune.pieces * processors * 128 // (kv_heads * max(dim, 64)))
+    return max(2 * rows, tune.pieces * processors * 128 // (kv_heads * max(dim, 64)))
 
 
 def slots_of(tune: Tuning, device: torch.device, dim: int) -> int:
@@ -326,7 +326,7 @@ def plan_rows(rows: Rows, group: int, kv_heads: int, dim: int, tune: Tuning | No
     chosen = rows.selection
     tune = tune or tuning(len(rows.start), rows.widest or 1, group, kv_heads, chosen is None)
     device = rows.start.device
-    pieces, slots = budget(tune, device, kv_heads, dim), slots_of(tune, device, dim)
+    pieces, slots = budget(tune, device, len(rows.start), kv_heads, dim), slots_of(tune, device, dim)
     if chosen is None:
         return plan_work(rows.width, rows.position, tune.tile, pieces, kv_heads=kv_heads, slots=slots)[0]
     sparse = torch.ones_like(rows.width, dtype=torch.bool) if rows.sparse is None else rows.sparse
